@@ -139,7 +139,9 @@ DEVICE int used_length(const int* lengths, int batch, int rows) {
   return lengths == nullptr ? rows : clamped(lengths[batch], rows);
 }
 
-// sequence_of() finds where sequence `batch` lies and how many of its rows are in use.
+// sequence_of() finds where sequence `batch` lies and how many of its rows are in use. KEYS_IN_PAGES: a packed
+// sequence's keys are those of its table, and no row of k is its first.
+template <bool KEYS_IN_PAGES = false>
 DEVICE Sequence sequence_of(const AttentionParams& p, int batch) {
   Sequence s;
   s.batch = batch;
@@ -149,11 +151,12 @@ DEVICE Sequence sequence_of(const AttentionParams& p, int batch) {
     s.rows_k = p.seqlen_k;
   } else {
     const int begin_q = clamped(p.cu_seqlens_q[batch], p.seqlen_q);
-    const int begin_k = clamped(p.cu_seqlens_k[batch], p.seqlen_k);
+    const int begin_k = KEYS_IN_PAGES ? 0 : clamped(p.cu_seqlens_k[batch], p.seqlen_k);
     s.row_q = begin_q;
     s.row_k = begin_k;
     s.rows_q = larger(clamped(p.cu_seqlens_q[batch + 1], p.seqlen_q) - begin_q, 0);
-    s.rows_k = larger(clamped(p.cu_seqlens_k[batch + 1], p.seqlen_k) - begin_k, 0);
+    s.rows_k =
+        KEYS_IN_PAGES ? p.max_pages * p.page_size : larger(clamped(p.cu_seqlens_k[batch + 1], p.seqlen_k) - begin_k, 0);
   }
   s.len_q = used_length(p.q_lengths, batch, s.rows_q);
   s.len_k = used_length(p.kv_lengths, batch, s.rows_k);
@@ -191,7 +194,7 @@ DEVICE int group_at(const AttentionParams& p, int place, FirstPlace first_place)
 // packed_work() turns a tile slot of packed sequences into its tile. Group e starts at slot begin(e) / block + e, which
 // leaves enough slots for the group before it. So the host needs total / block + batch + 2 slots and no lengths, and
 // the device needs one search; slots that are left over get tiles beyond their group's rows.
-template <bool TILES_OF_KEYS>
+template <bool TILES_OF_KEYS, bool KEYS_IN_PAGES = false>
 DEVICE Work packed_work(const AttentionParams& p, int block, int slot, int head) {
   const int* cu_seqlens = TILES_OF_KEYS ? p.cu_seqlens_k : p.cu_seqlens_q;
   const int total = TILES_OF_KEYS ? p.seqlen_k : p.seqlen_q;
@@ -201,7 +204,7 @@ DEVICE Work packed_work(const AttentionParams& p, int block, int slot, int head)
   w.head = head;
   w.tile = slot - (begin / block + group);
   if (group >= 1 && group <= p.batch) {
-    w.sequence = sequence_of(p, group - 1);
+    w.sequence = sequence_of<KEYS_IN_PAGES>(p, group - 1);
   } else {
     const int rows = begin_of(group + 1) - begin;
     w.sequence = {-1, begin, begin, rows, rows, 0, 0};

@@ -59,26 +59,25 @@ DEVICE void transpose_quad(u32 (&w)[4]) {
 
 // write_fragment() writes out * factor[row] for the thread's rows `row` and row + 8 of `data` (rows, head_dim). Rows in
 // [len, rows) are padding and become 0.
-template <int N>
-DEVICE void write_fragment(Element* data, i64 row_stride, int row, int len, int rows, int head_dim,
-                           const float (&out)[N], const float (&factor)[2]) {
-  const bool vectors =
-      (reinterpret_cast<u64>(data) | static_cast<u64>(row_stride) * sizeof(Element)) % sizeof(Vector) == 0;
+template <class T, int N>
+DEVICE void write_fragment(T* data, i64 row_stride, int row, int len, int rows, int head_dim, const float (&out)[N],
+                           const float (&factor)[2]) {
+  const bool vectors = (reinterpret_cast<u64>(data) | static_cast<u64>(row_stride) * sizeof(T)) % sizeof(Vector) == 0;
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const int i = row + 8 * r;
-    Element* target = data + i * row_stride;
+    T* target = data + i * row_stride;
 #pragma unroll
     for (int group = 0; group < N / 16; group++) {
       union {
         u32 words[4];
-        Vector vector;
+        T elements[8];
       } piece;
 #pragma unroll
       for (int block = 0; block < 4; block++) {
         const int e = (group * 4 + block) * 4 + 2 * r;
         // Padding is selected rather than multiplied by 0, because it may be NaN.
-        piece.words[block] = i < len ? packed(Element(), out[e] * factor[r], out[e + 1] * factor[r]) : 0;
+        piece.words[block] = i < len ? packed(T(), out[e] * factor[r], out[e + 1] * factor[r]) : 0;
       }
       transpose_quad(piece.words);
       const int column = group * 32 + lane() % 4 * VECTOR;
@@ -90,7 +89,7 @@ DEVICE void write_fragment(Element* data, i64 row_stride, int row, int len, int 
       } else {
 #pragma unroll
         for (int e = 0; e < VECTOR; e++) {
-          if (column + e < head_dim) target[column + e] = piece.vector.e[e];
+          if (column + e < head_dim) target[column + e] = piece.elements[e];
         }
       }
     }

@@ -228,6 +228,12 @@ struct FragmentSoftmax {
 #pragma unroll
     for (int r = 0; r < 2; r++) finish_row(reference[r] * to_natural, sum[r], sink, inverse[r], lse[r]);
   }
+  // This finish() takes one sink for both rows, or one for each, where they are of different heads.
+  template <int N>
+  DEVICE void finish(const Accum (&sinks)[N], Accum (&inverse)[2], Accum (&lse)[2]) const {
+#pragma unroll
+    for (int r = 0; r < 2; r++) finish_row(reference[r] * to_natural, sum[r], sinks[r % N], inverse[r], lse[r]);
+  }
 
  private:
   DEVICE FragmentSoftmax(Accum to_natural, Accum to_base_2) : to_natural(to_natural), to_base_2(to_base_2) {

@@ -76,6 +76,15 @@ DEVICE void mma_m16n8k8_f16(float (&d)[4], const unsigned (&a)[2], unsigned b) {
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                : "r"(a[0]), "r"(a[1]), "r"(b));
 }
+// mma_m16n8k32_e4m3() multiplies e4m3 codes, four in a register. a[0] is row g, columns 4 t to 4 t + 3; a[1] is row
+// g + 8; a[2] and a[3] are the same at columns + 16. b[0] is rows 4 t to 4 t + 3 of column g; b[1] is rows + 16. sm_89.
+DEVICE void mma_m16n8k32_e4m3(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
 // mma_m8n8k4_f64() multiplies float64, 8 x 4 times 4 x 8: a is row g, column t; b is row t of column g; d is row g,
 // columns 2 t and 2 t + 1.
 DEVICE void mma_m8n8k4_f64(double (&d)[2], double a, double b) {
@@ -128,6 +137,37 @@ DEVICE unsigned packed_positive(float low, float high) {
     asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
   else
     asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+}
+
+// halves_of_e4m3() makes the four e4m3 codes of a word two words of float16, exactly; NaN stays NaN. sm_89 has an
+// instruction for it. Elsewhere a code's exponent and mantissa move into those of a float16, whose exponent's bias is
+// larger by 8. Adding a unit in the last place carries of all codes that of NaN alone, and the carry makes the exponent
+// that of NaN.
+DEVICE void halves_of_e4m3(unsigned (&halves)[2], unsigned codes) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  asm("{.reg .b16 low, high; mov.b32 {low, high}, %2;"
+      "cvt.rn.f16x2.e4m3x2 %0, low; cvt.rn.f16x2.e4m3x2 %1, high;}"
+      : "=r"(halves[0]), "=r"(halves[1])
+      : "r"(codes));
+#else
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const unsigned pair = __byte_perm(codes, 0, i == 0 ? 0x1404 : 0x3424);  // each code above eight bits of 0
+    const unsigned size = pair >> 1 & 0x3f803f80u;
+    const unsigned bits = size | ((size + 0x00800080u) & 0x40004000u) | (pair & 0x80008000u);
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(halves[i]) : "r"(bits), "r"(0x5c005c00u));  // times 2^8
+  }
+#endif
+}
+// e4m3_of() rounds four numbers to e4m3 codes, to nearest even; what is beyond 448 becomes 448. The first is the lowest
+// byte. sm_89.
+DEVICE unsigned e4m3_of(float x0, float x1, float x2, float x3) {
+  unsigned y;
+  asm("{.reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, %2, %1; cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;"
+      "mov.b32 %0, {low, high};}"
+      : "=r"(y)
+      : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
   return y;
 }
 

@@ -1,9 +1,9 @@
 // Forward attention by mma.sync, for sm_75 and newer and for every dtype that tensor cores multiply there:
 // FlashAttention-2 (Dao 2023), Algorithm 1. A warp has FRAGMENTS * 16 queries. KEY_WARPS warps may share queries (wide
 // heads with a block mask); each then has some of a tile's keys and of the result's columns, and they exchange weights
-// and maxima. The text before this file (half_tile.cuh, wide_tile.cuh or split/sm80_tile.cuh) says how to multiply: it
-// defines Weights, pack, multiply_*, write_results, and what namespace `direct` of sm80/tile.cuh has. Behind it
-// own_keys.cuh or paged_keys.cuh says where keys and values lie.
+// and maxima. The text before this file (half_tile.cuh, codes_tile.cuh, wide_tile.cuh or split/sm80_tile.cuh) says how
+// to multiply: it defines Weights, pack, multiply_*, write_results, and what namespace `direct` of sm80/tile.cuh has.
+// Behind it own_keys.cuh or paged_keys.cuh (own_codes.cuh or paged_codes.cuh) says where keys and values lie.
 // sm90/forward/forward.cu is the counterpart for Hopper.
 #include "../fragment/score_fragment.cuh"
 #include "../fragment/softmax_fragment.cuh"
@@ -11,17 +11,22 @@
 constexpr int QUERY_WARPS = NUM_WARPS / KEY_WARPS, FRAGMENTS = BLOCK_M / (QUERY_WARPS * 16);
 constexpr int WARP_COLUMNS = HEAD_DIM_V / KEY_WARPS;
 constexpr bool SHARES_QUERIES = KEY_WARPS > 1;
-using QueryTile = KeyedTile<BLOCK_M, HEAD_DIM, true>;
+using QueryTile = QueriedTile<BLOCK_M, HEAD_DIM>;
 using KeyTile = KeyedTile<BLOCK_N, HEAD_DIM, true>;
 using ValueTile = ValuedTile<BLOCK_N, HEAD_DIM_V, true>;
 using WeightTile = SharedTile<BLOCK_M, BLOCK_N>;
 constexpr bool HAS_WEIGHT_TILE = SHARES_QUERIES || HAS_BIAS_TILES;
 constexpr int LISTED_N = BLOCK_N / LISTED;
+// Tiles that are decoded between loading and products are loaded a step ahead into one buffer, as the products read
+// another.
+constexpr bool DECODES = KeyTile::DECODES;
+constexpr int BUFFERS = DECODES ? 1 : STAGES;
+DEVICE u32 next_buffer(u32 stage) { return BUFFERS == 2 ? stage ^ 1 : 0; }
 
 struct SharedStorage {
-  alignas(128) unsigned char q[QueryTile::BYTES];           // (BLOCK_M, HEAD_DIM)
-  alignas(128) unsigned char k[STAGES * KeyTile::BYTES];    // (STAGES, BLOCK_N, HEAD_DIM)
-  alignas(128) unsigned char v[STAGES * ValueTile::BYTES];  // (STAGES, BLOCK_N, HEAD_DIM_V)
+  alignas(128) unsigned char q[QueryTile::BYTES];            // (BLOCK_M, HEAD_DIM)
+  alignas(128) unsigned char k[BUFFERS * KeyTile::BYTES];    // (BUFFERS, BLOCK_N, HEAD_DIM)
+  alignas(128) unsigned char v[BUFFERS * ValueTile::BYTES];  // (BUFFERS, BLOCK_N, HEAD_DIM_V)
   // (BLOCK_M, BLOCK_N): weights that warps exchange, or biases.
   alignas(HAS_WEIGHT_TILE ? 128 : 4) unsigned char weights[HAS_WEIGHT_TILE ? WeightTile::BYTES : 4];
   Accum of_rows[KEY_WARPS][SHARES_QUERIES ? BLOCK_M : 1];  // (KEY_WARPS, BLOCK_M): maxima or sums that warps exchange
@@ -38,7 +43,7 @@ static_assert(!SHARES_QUERIES || (STAGES == 1 && !(HAS_MASK || HAS_BIAS || HAS_D
               "one buffer of keys; plain, with a window or a block mask");
 // WAITS_FOR_KEYS_FIRST: the first scores do not wait for values. With a block mask that takes registers, so it is left
 // out.
-constexpr bool WAITS_FOR_KEYS_FIRST = STAGES == 2 && sizeof(Element) == 2 && !HAS_BLOCK_MASK;
+constexpr bool WAITS_FOR_KEYS_FIRST = BUFFERS == 2 && sizeof(Element) == 2 && !HAS_BLOCK_MASK;
 // RECHECKS: keys that are hidden one by one are looked for only where the result is not finite, in a recheck of the
 // tile.
 constexpr bool RECHECKS = (HAS_MASK || HAS_BIAS) && sizeof(Element) == 2 && !(FRAGMENTS > 1 && HEAD_DIM_V > 64);
@@ -102,6 +107,12 @@ DEVICE void multiply_shared(Accum (&out)[FRAGMENTS][N], const W (&weights)[FRAGM
   }
 }
 
+// decode() makes elements of a tile that was loaded as codes.
+template <class T>
+DEVICE void decode(const T& tile) {
+  if constexpr (T::DECODES) tile.decode();
+}
+
 // load_two() loads the two listed tiles of a step, and neighbouring ones as one.
 template <class T>
 DEVICE void load_two(const T& both, const KeyRows& rows, Blocks blocks, int begin = 0) {
@@ -134,7 +145,8 @@ DEVICE bool compute_tile(const AttentionParams& p, SharedStorage& shared, bool r
   if (tile_row >= work.sequence.rows_q) return false;
   const int warp = threadIdx.x / WARP, key_warp = warp % KEY_WARPS, own_key = key_warp * WARP_KEYS;
   const int warp_row = warp / KEY_WARPS * FRAGMENTS * 16, first_row = tile_row + warp_row;
-  const QueryTile queries{ptx::shared_address(shared.q)}, own_queries = queries.from_row(warp_row);
+  const QueryTile queries{ptx::shared_address(shared.q)};
+  const auto own_queries = queries.from_row(warp_row);
   KeyTile keys{ptx::shared_address(shared.k)};
   ValueTile values{ptx::shared_address(shared.v)};
   [[maybe_unused]] const WeightTile biases{ptx::shared_address(shared.weights)};
@@ -195,7 +207,7 @@ DEVICE bool compute_tile(const AttentionParams& p, SharedStorage& shared, bool r
       masked |= scores.needs_mask(blocks, tile_row, BLOCK_M, LISTED_N);
       blocks.advance();
     }
-    if constexpr (STAGES == 2) {
+    if constexpr (BUFFERS == 2) {
       keys.address = ptx::shared_address(shared.k) + stage * KeyTile::BYTES;
       values.address = ptx::shared_address(shared.v) + stage * ValueTile::BYTES;
     }
@@ -207,15 +219,22 @@ DEVICE bool compute_tile(const AttentionParams& p, SharedStorage& shared, bool r
     } else {
       finish_copies();
     }
+    if constexpr (DECODES) {
+      decode(keys);
+      decode(values);
+      __syncthreads();
+    }
     if constexpr (STAGES == 2) {
       if (!blocks.done()) {
         shared.factors.load(stage ^ 1, k, v, next_key);
         if constexpr (LISTED == 2) {
-          load_two(KeyTile{ptx::shared_address(shared.k) + (stage ^ 1) * KeyTile::BYTES}, k, blocks);
-          load_two(ValueTile{ptx::shared_address(shared.v) + (stage ^ 1) * ValueTile::BYTES}, v, blocks, first_seen);
+          load_two(KeyTile{ptx::shared_address(shared.k) + next_buffer(stage) * KeyTile::BYTES}, k, blocks);
+          load_two(ValueTile{ptx::shared_address(shared.v) + next_buffer(stage) * ValueTile::BYTES}, v, blocks,
+                   first_seen);
         } else {
-          KeyTile{ptx::shared_address(shared.k) + (stage ^ 1) * KeyTile::BYTES}.load(k, next_key);
-          ValueTile{ptx::shared_address(shared.v) + (stage ^ 1) * ValueTile::BYTES}.load(v, next_key, first_seen);
+          KeyTile{ptx::shared_address(shared.k) + next_buffer(stage) * KeyTile::BYTES}.load(k, next_key);
+          ValueTile{ptx::shared_address(shared.v) + next_buffer(stage) * ValueTile::BYTES}.load(v, next_key,
+                                                                                                first_seen);
         }
       }
     } else {
@@ -312,7 +331,8 @@ DEVICE bool compute_tile(const AttentionParams& p, SharedStorage& shared, bool r
           if (HIDES_ANYWHERE && masked && recheck) mark_seen(shared.seen + i * LISTED_N, tile_scores);
         }
         softmax[f].take_factors(shared.softmax);
-        bool grown = softmax[f].step(x[f], rescale, blocks.count() + LISTED);
+        // Of no tiles at all the softmax predicts that a row has to follow every maximum.
+        bool grown = softmax[f].step(x[f], rescale, FOLLOWS_MAXIMA ? 0 : blocks.count() + LISTED);
         scores.drop(x[f], row, first_key);
         grown |= units[f].scale_to_units(x[f], shared.factors.of_valued(stage), rescale);
         pack(weights[f], x[f]);
@@ -370,7 +390,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
   const Sequence& s = shared.work.sequence;
   const int warp = threadIdx.x / WARP, key_warp = warp % KEY_WARPS, warp_row = warp / KEY_WARPS * FRAGMENTS * 16;
   const int first_row = shared.work.tile * BLOCK_M + warp_row;
-  const QueryTile own_queries = QueryTile{ptx::shared_address(shared.q)}.from_row(warp_row);
+  const auto own_queries = QueryTile{ptx::shared_address(shared.q)}.from_row(warp_row);
   const i64 batch = batch_of(p, s);
   const Accum sink = p.sink == nullptr ? -infinity() : p.sink[shared.work.head];
 #pragma unroll
@@ -387,6 +407,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     }
     rescale_rows(out[f], inverse);
   }
-  write_results(units, own_queries, key_warp * WARP_COLUMNS, p.out.at(batch, s.row_q, shared.work.head),
-                p.out.row_stride, first_row, s.len_q, s.rows_q, p.head_dim_v, out);
+  const auto& results = reinterpret_cast<const Tensor<Result>&>(p.out);
+  write_results(units, own_queries, key_warp * WARP_COLUMNS, results.at(batch, s.row_q, shared.work.head),
+                results.row_stride, first_row, s.len_q, s.rows_q, p.head_dim_v, out);
 }

@@ -37,6 +37,7 @@ DEVICE void finish_copies() {
 template <int ROWS, int COLUMNS, bool DERIVES_ADDRESSES = false>
 struct SharedTile {
   static constexpr u32 ROW_BYTES = COLUMNS * sizeof(Element), BYTES = ROWS * ROW_BYTES;
+  static constexpr bool DECODES = false;  // what is loaded is what is multiplied
   static constexpr int NUM_ROWS = ROWS, PER_ROW = COLUMNS / VECTOR;
   // SPAN is the number of vectors among which the swizzle permutes.
   static constexpr int SPAN = PER_ROW % 8 == 0 ? 8 : PER_ROW % 4 == 0 ? 4 : 2;
@@ -359,8 +360,13 @@ namespace direct {
 
 template <int ROWS, int COLUMNS, bool DERIVES_ADDRESSES = false>
 using KeyedTile = SharedTile<ROWS, COLUMNS, DERIVES_ADDRESSES>;  // a tile of queries or keys
+template <int ROWS, int COLUMNS>
+using QueriedTile = KeyedTile<ROWS, COLUMNS, true>;  // the queries of a forward pass
 template <int ROWS, int COLUMNS, bool DERIVES_ADDRESSES = false>
 using ValuedTile = SharedTile<ROWS, COLUMNS, DERIVES_ADDRESSES>;  // a tile of values or dout
+
+using Result = Element;
+constexpr bool FOLLOWS_MAXIMA = false;  // a row's reference may stay below its maximum
 
 using OperandRows = Rows;
 // rows_of() is an operand's rows of one (sequence, head).

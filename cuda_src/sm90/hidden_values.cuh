@@ -47,10 +47,14 @@ struct HiddenValues {
   // result is not finite.
   template <int N>
   static DEVICE bool is_non_finite(const float (&out)[N], int row, int len_q) {
+    return is_non_finite(out, row, row + 8, len_q);
+  }
+  template <int N>
+  static DEVICE bool is_non_finite(const float (&out)[N], int query, int other_query, int len_q) {
     float zero[2] = {};
 #pragma unroll
     for (int e = 0; e < N; e++) zero[e / 2 % 2] += 0 * out[e];
-    return (row < len_q && zero[0] != 0) || (row + 8 < len_q && zero[1] != 0);
+    return (query < len_q && zero[0] != 0) || (other_query < len_q && zero[1] != 0);
   }
 
   // find() marks the keys that are seen; x are the scores of a recheck.

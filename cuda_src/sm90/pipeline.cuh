@@ -147,20 +147,22 @@ struct ProductOrder {
   }
 };
 
-// num_batch_heads_q() is the number of batch_heads; packed sequences count as one.
-DEVICE u32 num_batch_heads_q(const AttentionParams& p) {
-  return p.cu_seqlens_q == nullptr ? p.num_heads_q * p.batch : p.num_heads_q;
+// num_batch_heads_of() is the number of batch_heads; packed sequences count as one.
+DEVICE u32 num_batch_heads_of(const AttentionParams& p, int num_heads) {
+  return p.cu_seqlens_q == nullptr ? num_heads * p.batch : num_heads;
 }
+DEVICE u32 num_batch_heads_q(const AttentionParams& p) { return num_batch_heads_of(p, p.num_heads_q); }
 
 // work_at() is the scheduler's map from an index to a tile of queries. Tiles of one head are neighbours, so that blocks
 // that run together share keys in L2. With a window, or with a block mask, which may be one, the last queries, whose
 // rows are the longest, come first. In the last heads they come first in all of these heads before the next tile, so
-// that blocks end together.
-DEVICE Work work_at(const AttentionParams& p, u32 index) {
+// that blocks end together. `num_heads` are the heads of which each has tiles, of `block` queries.
+template <bool KEYS_IN_PAGES = false>
+DEVICE Work work_at(const AttentionParams& p, u32 index, int num_heads, int block) {
   const u32 num_tiles = p.num_tiles;
   u32 tile = index % num_tiles, batch_head = index / num_tiles;
   if constexpr (HAS_WINDOW || HAS_BLOCK_MASK) {
-    const u32 num_batch_heads = num_batch_heads_q(p),
+    const u32 num_batch_heads = num_batch_heads_of(p, num_heads),
               last_heads = num_batch_heads - min(p.num_grouped_heads, num_batch_heads);
     if (batch_head >= last_heads) {
       const u32 place = index - last_heads * num_tiles, heads = num_batch_heads - last_heads;
@@ -169,10 +171,10 @@ DEVICE Work work_at(const AttentionParams& p, u32 index) {
     }
     tile = num_tiles - 1 - tile;
   }
-  if (p.cu_seqlens_q != nullptr) return packed_work<false>(p, BLOCK_M, tile, batch_head);
-  return {sequence_of(p, batch_head / p.num_heads_q), static_cast<int>(batch_head % p.num_heads_q),
-          static_cast<int>(tile)};
+  if (p.cu_seqlens_q != nullptr) return packed_work<false, KEYS_IN_PAGES>(p, block, tile, batch_head);
+  return {sequence_of(p, batch_head / num_heads), static_cast<int>(batch_head % num_heads), static_cast<int>(tile)};
 }
+DEVICE Work work_at(const AttentionParams& p, u32 index) { return work_at(p, index, p.num_heads_q, BLOCK_M); }
 
 // take_ticket() takes the next tile for a thread block that has become free. Every tile is followed by one ticket, so
 // the last of `total` tickets leaves the counter at 0 for the next launch. Without a counter tiles are dealt out round

@@ -6,6 +6,9 @@
 #include "../fragment/softmax_fragment.cuh"
 #include "../sm80/tile.cuh"
 
+using Result = Element;
+constexpr bool FOLLOWS_MAXIMA = false;  // a row's reference may stay below its maximum
+
 // OperandRows are the rows of an operand: its panels (parts, panels, rows, PANEL / 2), where a float stands for a
 // pair of halves, and its factors (rows,).
 struct OperandRows {
@@ -38,6 +41,7 @@ template <int COUNT, int ROWS, int COLUMNS>
 struct SplitTile {
   using Panel = SharedTile<ROWS, PANEL / 2>;
   static constexpr int PANELS = COLUMNS / PANEL;
+  static constexpr bool DECODES = false;
   static constexpr u32 BYTES = COUNT * PANELS * Panel::BYTES;
   u32 address;
 
@@ -70,6 +74,8 @@ struct SplitTile {
 };
 template <int ROWS, int COLUMNS, bool = false>
 using KeyedTile = SplitTile<KEY_PARTS, ROWS, COLUMNS>;
+template <int ROWS, int COLUMNS>
+using QueriedTile = KeyedTile<ROWS, COLUMNS>;
 template <int ROWS, int COLUMNS, bool = false>
 using ValuedTile = SplitTile<PARTS, ROWS, COLUMNS>;
 

@@ -45,7 +45,7 @@ def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Arra
     if not problem.is_mixed:
         rule_blocks.find(work)
         _forward(work)
-    elif not (_may_write_wide(problem) and gpu_sm90.forward(work)):
+    elif not (gpu_sm80.fp8_forward(work) or (_may_write_wide(problem) and gpu_sm90.forward(work))):
         own = convert.widened(work)
         _forward(own)
         convert.narrow(work, {"out": own.arrays["out"]}, {"out": out})
@@ -56,6 +56,8 @@ def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Arra
 def _forward(work: Work) -> None:
     """Run the first family that takes a problem whose arrays have one dtype."""
     problem = work.problem
+    if problem.pages is not None and problem.split_size is None and gpu_sm90.paged_forward(work):
+        return
     if problem.pages is not None and not fits(work):
         with_first_keys(work)
         next(filter(None, (family(work) for family in _PAGED_FORWARD)))

@@ -91,7 +91,7 @@ def fits(work: Work) -> bool:
 def with_first_keys(work: Work) -> None:
     """Give the work the `cu_seqlens_k` of packed queries, where logical keys follow each other."""
     if work.problem.packed:
-        _check_rows(work.problem)
+        check_rows(work.problem)
         first_keys = work.empty((work.problem.batch + 1,), np.int32)
         kernel = _Gather("gather_pages", types_of(work.problem), 0, work.arrays["k"].dtype.itemsize)
         work.run(
@@ -100,7 +100,8 @@ def with_first_keys(work: Work) -> None:
         work.arrays["cu_seqlens_k"] = first_keys
 
 
-def _check_rows(problem: AttentionProblem) -> None:
+def check_rows(problem: AttentionProblem) -> None:
+    """Raise ValueError where logical keys of packed queries are more than 32 bits count."""
     if problem.pages is not None and problem.packed and problem.seqlen_k > _MOST_ROWS:
         raise ValueError(
             f"block_table: expected batch * max_pages * page_size of at most {_MOST_ROWS} for packed queries, "
@@ -116,7 +117,7 @@ class Unpaged:
         self._problem, self._arrays = work.problem, dict(work.arrays)
         problem = self._problem
         assert problem.pages is not None
-        _check_rows(problem)
+        check_rows(problem)
         rows = {f"{name}_rows": self._rows_of(self._arrays[name]) for name in ("k", "v")}
         of_rows = {"k": rows["k_rows"], "v": rows["v_rows"]}
         if problem.packed:

@@ -13,6 +13,7 @@ from cuflash.cuda.struct import Member, Struct
 from cuflash.kept import kept
 from cuflash.plan.config import CPP_TYPES
 from cuflash.problem.attention_problem import Array, AttentionProblem, Place, operand_name
+from cuflash.problem.fp8 import SCALES
 from cuflash.rules.form import NO_RULES, Rules
 from cuflash.rules.to_cuda import type_of
 
@@ -81,6 +82,11 @@ _TENSORS = (
     _tensor("v_rows", "Element", "likewise v's"),
     _tensor("dk_rows", "Element", "like k_rows: gradients that are summed to dk, of a pool's shape; or null"),
     _tensor("dv_rows", "Element", "likewise for dv"),
+)
+# These stand behind all other members, whose places other kernels keep.
+_SCALES = tuple(
+    _tensor(f"{name}_scale", "const float", f"(batch, seqlen, heads) of {name}'s e4m3 codes, or null: all are 1")
+    for name in ("q", "k", "v")
 )
 _SCORE_TENSORS = (
     _score_tensor(
@@ -206,6 +212,7 @@ PARAMS = Struct(
         _long("doperand_size", "elements of doperand"),
         *(_long(f"doperand_size_{axis}") for axis in range(MOST_AXES)),
         *(_long(f"doperand_stride_{axis}", "in elements") for axis in range(MOST_AXES)),
+        *_SCALES,
     ],
 )
 
@@ -241,7 +248,7 @@ def _operand_members(rules: Rules) -> list[Member]:
     return members
 
 
-TENSORS = tuple(member.name for member in _TENSORS)
+TENSORS = tuple(member.name for member in (*_TENSORS, *_SCALES))
 SCORE_TENSORS = tuple(member.name for member in _SCORE_TENSORS)
 POINTERS = tuple(member.name for member in _POINTERS)
 
@@ -302,8 +309,11 @@ def fixed_params(problem: AttentionProblem, arrays: Arrays, rules: Rules = NO_RU
 
 
 def num_key_splits(problem: AttentionProblem, arrays: Arrays) -> int:
-    """The number of splits of the keys; packed sequences have one."""
-    return 1 if problem.packed or "out_splits" not in arrays else len(arrays["out_splits"]) // problem.batch
+    """The number of splits of the keys; those of packed sequences are a leading axis, where there are several."""
+    x = arrays.get("out_splits")
+    if x is None or (problem.packed and x.ndim == 3):
+        return 1
+    return len(x) if problem.packed else len(x) // problem.batch
 
 
 def begins_of_operands(problem: AttentionProblem) -> tuple[dict[str, int], int]:
@@ -369,7 +379,9 @@ def _batch_stride(slopes: Array | None) -> int:
 def _tensor_strides(name: str, x: Array, packed: bool) -> tuple[int, int, int]:
     """Strides (batch, row, head) in elements; 0 on axes of size 1."""
     strides = [0 if n == 1 else s // x.dtype.itemsize for n, s in zip(x.shape, x.strides, strict=True)]
-    packed = packed and len(strides) < 4  # a pool of pages has all axes
     if name in _PER_ROW:
+        packed = packed and len(strides) < 3  # splits are an axis of their own
         return (0, strides[1], strides[0]) if packed else (strides[0], strides[2], strides[1])
+    # So they are here. Pools of pages have all axes, as have their scales but the last.
+    packed = packed and len(strides) < (3 if name in SCALES else 4)
     return (0, strides[0], strides[1]) if packed else (strides[0], strides[1], strides[2])

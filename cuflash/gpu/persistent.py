@@ -28,18 +28,27 @@ _NUM_COUNTERS = 1 << 16
 _NUM_CAPTURED = 1 << 12
 
 
+class Box(NamedTuple):
+    """What one copy of an array's tensor map brings."""
+
+    name: str  # of the array
+    rows: int
+    columns: int = 0  # 0: as many as a swizzle is wide
+    heads: int = 1
+    heads_first: bool = False  # in shared memory the heads of a row follow each other; else the rows of a head
+
+
 class Persistent(ExtraArguments):
     """The tensor maps and the tile counter of a persistent kernel.
 
-    `tiles_of` are the names of the maps' arrays, each with the rows of its tiles, and their columns where these are not
-    as wide as a swizzle. Thread blocks come in clusters of `cluster`. With `takers` there are so many thread blocks and
-    no counter.
+    `boxes` are what a copy of each map brings. Thread blocks come in clusters of `cluster`. With `takers` there are so
+    many thread blocks and no counter.
     """
 
     def __init__(
         self,
         problem: AttentionProblem,
-        tiles_of: Sequence[tuple[str, int] | tuple[str, int, int]],
+        boxes: Sequence[Box],
         arrays: Arrays,
         device: cuda_device.Device,
         tiles: int,
@@ -47,12 +56,12 @@ class Persistent(ExtraArguments):
         takers: int | None = None,
     ) -> None:
         counts, takers = takers is None, takers or min(tiles, device.num_sms // cluster)
-        super().__init__((takers * cluster,), [np.zeros(1, TENSOR_MAP)] * len(tiles_of))
+        super().__init__((takers * cluster,), [np.zeros(1, TENSOR_MAP)] * len(boxes))
         self._counter = TileCounter(device, tiles > takers and counts)
         self._device = device
         self._once = sm90_forward.has_few_queries(problem)
-        self._words = tuple([word_of(name) for name, *_ in tiles_of])
-        self._tiled = [_tiled(problem, name, arrays[name], *box) for name, *box in tiles_of]
+        self._words = tuple([word_of(box.name) for box in boxes])
+        self._tiled = [_tiled(problem, box, arrays[box.name]) for box in boxes]
         self._maps = KeptMaps(self._make_maps)
 
     def _make_maps(self, addresses: tuple[int, ...]) -> list[Array]:
@@ -87,22 +96,28 @@ class _Tiled(NamedTuple):
     box: tuple[int, ...]  # elements of one copy along each axis
 
 
-def _tiled(problem: AttentionProblem, name: str, x: Array, rows: int, columns: int = 0) -> _Tiled:
+def _tiled(problem: AttentionProblem, box: Box, x: Array) -> _Tiled:
+    name = box.name
     shape, strides = ((1, *x.shape), (0, *x.strides)) if x.ndim == 3 else (x.shape, x.strides)
     if name in SCORE_TENSORS:  # the shape is (batch, heads, rows, columns), and broadcast axes have one element
         dtype, order = "uint8" if name == "mask" else problem.bias_dtype or problem.dtype, (3, 2, 1, 0)
         shape = tuple(1 if stride == 0 else n for n, stride in zip(shape, strides, strict=True))
         if shape[2] == 1:  # every query has the same row
             shape, strides = (*shape[:2], problem.seqlen_q, shape[3]), (*strides[:2], 0, strides[3])
+        if box.heads_first and shape[1] == 1:  # every head has the same rows
+            shape, strides = (shape[0], problem.num_heads_q, *shape[2:]), (strides[0], 0, *strides[2:])
     else:  # the shape is (batch, seqlen, num_heads, head_dim)
         dtype, order = problem.dtype, (3, 1, 2, 0)
+    if box.heads_first:
+        order = (order[0], order[2], order[1], order[3])
     axes = list(zip(shape[:-1], strides[:-1], strict=True))
     # TMA wants an axis of size 1 to have the stride of a contiguous outermost axis.
     row_bytes = math.ceil(shape[-1] * x.dtype.itemsize / ALIGNMENT) * ALIGNMENT
     filler = max([row_bytes, *(n * s for n, s in axes if n > 1)])
     formed = [filler if n == 1 else s for n, s in axes]
-    box = (columns or SWIZZLE_BYTES // x.dtype.itemsize, rows, 1, 1)
-    return _Tiled(dtype, tuple(shape[i] for i in order), tuple(formed[i] for i in order[1:]), box)
+    rows_and_heads = (box.heads, box.rows) if box.heads_first else (box.rows, box.heads)
+    extents = (box.columns or SWIZZLE_BYTES // x.dtype.itemsize, *rows_and_heads, 1)
+    return _Tiled(dtype, tuple(shape[i] for i in order), tuple(formed[i] for i in order[1:]), extents)
 
 
 class TileCounter:

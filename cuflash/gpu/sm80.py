@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from cuflash.gpu import pages as gpu_pages
 from cuflash.gpu import portable as gpu_portable
 from cuflash.gpu import split as gpu_split
 from cuflash.gpu.launch import Kernel, Work, batch_heads, num_tiles
 from cuflash.gpu.params import Arrays
 from cuflash.gpu.registers import choose
-from cuflash.plan import sm80_backward, sm80_forward, sm80_kinds, sm80_wide
+from cuflash.plan import sm80_backward, sm80_forward, sm80_fp8, sm80_kinds, sm80_wide
 from cuflash.plan.sm80_backward import DQ, MAIN, ROWS
 from cuflash.plan.sm80_forward import Capability
 from cuflash.problem.attention_problem import AttentionProblem
@@ -94,6 +95,24 @@ def paged_forward(work: Work) -> bool:
     if config is None:
         return False
     work.run(Kernel("paged_forward_sm80", _aligned_as(work, config) if is_alike else config), work.arrays)
+    return True
+
+
+def fp8_forward(work: Work) -> bool:
+    """`forward` on e4m3 keys and values, which are read where they lie, in pages too; False where no kernel does.
+
+    With splits of one size dtypes, head dims and options alone choose the tile, as in `forward_alike`.
+    """
+    is_alike = work.problem.split_size is not None
+    is_aligned = is_alike or work.is_aligned(("q", "k", "v"))
+    config = sm80_fp8.forward(work.problem, is_aligned, work.device.capability, work.device.smem_limit)
+    if config is None:
+        return False
+    if work.problem.pages is not None:
+        gpu_pages.with_first_keys(work)
+        config = replace(config, entry=sm80_fp8.PAGED_ENTRY)
+    config = _aligned_as(work, config) if is_alike else config
+    work.run(Kernel(config.entry, config), work.arrays)
     return True
 
 

@@ -9,34 +9,22 @@ import numpy as np
 
 from cuflash import hardware
 from cuflash.cuda import device as cuda_device
+from cuflash.gpu import query_splits
 from cuflash.gpu.launch import ExtraArguments, Kernel, Work, batch_heads, num_tiles
+from cuflash.gpu.pages import check_rows
 from cuflash.gpu.params import SCORE_TENSORS, Arrays, num_key_splits
-from cuflash.gpu.persistent import Persistent
+from cuflash.gpu.persistent import Box, Persistent
 from cuflash.gpu.portable import SUM_ROWS, Sum, WithoutTiles
 from cuflash.gpu.registers import choose
 from cuflash.hardware import ALIGNMENT, HALF_BYTES, WARP
 from cuflash.plan import sm90_backward, sm90_forward, sm90_grid
 from cuflash.plan.portable import types_of
 from cuflash.plan.sm90_forward import Layout, Sm90ForwardConfig
+from cuflash.plan.sm90_query_splits import num_query_splits
 from cuflash.problem.attention_problem import Array, AttentionProblem
 
 # Up to so many query tiles, the kernel before the gradients ends sooner if it runs on all multiprocessors alone.
 _FEW_TILES = 1024
-
-
-def heads_as_rows(problem: AttentionProblem, arrays: Arrays) -> tuple[AttentionProblem, Arrays]:
-    """`sm90_forward.heads_as_rows`, and views of the arrays."""
-    seen = sm90_forward.heads_as_rows(problem)
-    if seen is problem:
-        return problem, arrays
-    heads, rows = seen.num_heads_kv, seen.seqlen_q
-    q, out, lse = arrays["q"], arrays["out"], arrays["lse"]
-    return seen, {
-        **arrays,
-        "q": q.reshape(len(q), heads, rows, -1).swapaxes(1, 2),
-        "out": out.reshape(len(out), heads, rows, -1).swapaxes(1, 2),
-        "lse": lse.reshape(len(lse), heads, rows),
-    }
 
 
 @dataclass(frozen=True)
@@ -47,31 +35,34 @@ class Forward(Kernel):
 
     def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
         """Numbers of tiles: (of one head, in all); each split of the keys has its own."""
-        tiles = num_tiles(problem, problem.seqlen_q, self.config.block_m * self.config.pair)
-        total = tiles * batch_heads(problem, problem.num_heads_q)
-        return tiles, total * (num_key_splits(problem, arrays))
-
-    def seen(self, problem: AttentionProblem, arrays: Arrays) -> tuple[AttentionProblem, Arrays]:
-        """The query heads of a group as rows of a tile, where each has one query."""
-        return heads_as_rows(problem, arrays)
+        tiles = num_tiles(problem, problem.seqlen_q, self.config.queries_of_tile(problem))
+        total = tiles * batch_heads(problem, self.config.num_heads(problem))
+        return tiles, total * num_key_splits(problem, arrays)
 
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
         """The number of heads whose tiles are mixed, which is the order of tiles."""
-        return {"num_grouped_heads": sm90_grid.num_grouped_heads(problem, self.config.block_m)}
+        config = self.config
+        return {"num_grouped_heads": sm90_grid.num_grouped_heads(problem, config.block_m, config.packs_heads)}
 
     def extra_arguments(
         self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int
     ) -> Persistent:
         """Tensor maps of the arrays that TMA reads and writes."""
-        m, n = self.config.block_m, self.config.block_n
-        bias = ("v", n)  # the kernel does not read this map
-        mask = ("mask", m, self.config.mask_row_bytes) if self.config.has_mask_tiles else bias
-        if self.config.has_bias_tiles:
+        config, n = self.config, self.config.block_n
+        rows, heads = config.block_m, 1
+        if config.packs_heads:
+            rows, heads = config.queries_of_tile(problem), problem.group_size
+        bias = Box("v", n)  # the kernel does not read this map
+        mask = Box("mask", rows, config.mask_row_bytes, heads, config.packs_heads) if config.has_mask_tiles else bias
+        if config.has_bias_tiles:
             x = arrays["bias"]
-            bias = ("bias", m if x.shape[2] > 1 and x.strides[2] else 1)
-        out = "out" if self.config.staging_panels else "v"
-        tiles_of = (("q", m), ("k", n), ("v", n), bias, mask, (out, hardware.ROWS_OF_WARP), (out, 1))
-        return Persistent(problem, tiles_of, arrays, device, tiles, self.config.pair)
+            one_row = not config.packs_heads and not (x.shape[2] > 1 and x.strides[2])
+            bias = Box("bias", 1 if one_row else rows, 0, heads, config.packs_heads)
+        out = "out" if config.staging_panels else "v"
+        queries = Box("q", rows, 0, heads, config.packs_heads)
+        keys = n if problem.pages is None else math.gcd(n, problem.pages.page_size)
+        boxes = (queries, Box("k", keys), Box("v", keys), bias, mask, Box(out, hardware.ROWS_OF_WARP), Box(out, 1))
+        return Persistent(problem, boxes, arrays, device, tiles, config.pair)
 
 
 @dataclass(frozen=True)
@@ -85,8 +76,11 @@ class Merge(Sum):
         return blocks, blocks * batch_heads(problem, problem.num_heads_q)
 
     def seen(self, problem: AttentionProblem, arrays: Arrays) -> tuple[AttentionProblem, Arrays]:
-        """The views that `Forward` was launched with."""
-        return heads_as_rows(problem, arrays)
+        """Packed sequences as one, as each row is merged by itself; where keys lie does not matter any more."""
+        if not problem.packed:
+            return replace(problem, pages=None), arrays
+        whole = {name: x if name.endswith("_splits") else x[None] for name, x in arrays.items()}
+        return replace(problem, packed=False, batch=1, pages=None), whole
 
 
 def forward(work: Work) -> bool:
@@ -112,20 +106,24 @@ def forward(work: Work) -> bool:
     work.run(Forward(config.entry, config), work.arrays | partials)
     if partials:
         entry = "merge_rows" if sm90_grid.merges_by_rows(work.problem, num_splits) else "merge_splits"
-        work.run(Merge(entry, types_of(work.problem)), work.arrays | partials)
+        work.run(Merge(entry, types_of(work.problem)), _select(work.arrays, ("out", "lse")) | partials)
     return True
+
+
+def paged_forward(work: Work) -> bool:
+    """`forward` that reads pages where they lie."""
+    if not work.device.has_wgmma:
+        return False
+    check_rows(work.problem)
+    return forward(work)
 
 
 def _wide_forward(work: Work, config: Sm90ForwardConfig) -> bool:
     """Write a float32 out and lse, as those of the only split of the keys; False where another family runs."""
-    problem, out, lse = work.problem, work.arrays["out"], work.arrays["lse"]
-    wide = sm90_forward.wide_config(problem, config)
+    out, lse = work.arrays["out"], work.arrays["lse"]
+    wide = sm90_forward.wide_config(work.problem, config)
     if wide is None:
         return False
-    seen = sm90_forward.heads_as_rows(problem)
-    if seen is not problem:
-        heads, rows = seen.num_heads_kv, seen.seqlen_q
-        out, lse = out.reshape(len(out), heads, rows, -1).swapaxes(1, 2), lse.reshape(len(lse), heads, rows)
     work.run(Forward(wide.entry, wide), work.arrays | {"out_splits": out, "lse_splits": lse})
     return True
 
@@ -145,10 +143,10 @@ def _partial_results(work: Work, num_splits: int) -> Arrays:
     """Scratch memory for the partial results over splits of the keys; none where keys stay whole."""
     if num_splits == 1:
         return {}
-    seen = sm90_forward.heads_as_rows(work.problem)
-    batch, rows, heads = num_splits * seen.batch, seen.seqlen_q, seen.num_heads_q
+    problem = work.problem
+    batch, rows, heads = num_splits * (1 if problem.packed else problem.batch), problem.seqlen_q, problem.num_heads_q
     return {
-        "out_splits": work.empty((batch, rows, heads, seen.head_dim_v), np.float32),
+        "out_splits": work.empty((batch, rows, heads, problem.head_dim_v), np.float32),
         "lse_splits": work.empty((batch, heads, rows), np.float32),
     }
 
@@ -158,6 +156,7 @@ class _OfQueries(WithoutTiles):
     """A kernel of the backward pass whose tiles are queries."""
 
     config: sm90_backward.Sm90BackwardConfig
+    splits: int = 1  # of the queries of a tile of keys
 
     @property
     def smem_bytes(self) -> int:
@@ -170,8 +169,9 @@ class _OfQueries(WithoutTiles):
         return self.config.ping_pong and self.entry != sm90_backward.ROWS
 
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
-        """The number of query tiles, by which sums of dq are laid out."""
-        return {"num_query_tiles": num_tiles(problem, problem.seqlen_q, self.config.block_m)}
+        """The number of query tiles, by which sums of dq are laid out, and of splits of the queries."""
+        tiles = num_tiles(problem, problem.seqlen_q, self.config.block_m)
+        return {"num_query_tiles": tiles, "splits": self.splits}
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ class BeforeGradients(_OfQueries):
     ) -> Persistent:
         """Tensor maps of the arrays that TMA reads."""
         m, blocks = self.config.block_m, arrays["rows_ready"].size if "rows_ready" in arrays else device.num_sms
-        return Persistent(problem, [("dout", m), ("out", m)], arrays, device, tiles, takers=blocks)
+        return Persistent(problem, [Box("dout", m), Box("out", m)], arrays, device, tiles, takers=blocks)
 
 
 @dataclass(frozen=True)
@@ -204,13 +204,13 @@ class Gradients(_OfQueries):
     visits_tiles = of_keys = True
 
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
-        """The number of query tiles, by which sums of dq are laid out, and of heads whose tiles are mixed."""
+        """The numbers of query tiles and splits, and of heads whose tiles are mixed."""
         return super().numbers(problem) | {"num_grouped_heads": sm90_backward.last_heads(problem, self.config)}
 
     def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
-        """Numbers of tiles: (of one head, in all); those of a pair of thread blocks count as one."""
+        """Numbers of tiles: (of one head, in all, each split as one); those of a pair of thread blocks count as one."""
         tiles = num_tiles(problem, problem.seqlen_k, self.config.block_n * self.config.pair)
-        return tiles, tiles * batch_heads(problem, problem.num_heads_kv)
+        return tiles, tiles * batch_heads(problem, problem.num_heads_kv) * self.splits
 
     def extra_arguments(
         self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int
@@ -219,9 +219,9 @@ class Gradients(_OfQueries):
         m, n = self.config.block_m, self.config.block_n
         pair = self.config.pair
         # A map of v stands where the kernel does not read one.
-        bias = ("bias", m) if self.config.has_bias_tiles else ("v", n)
-        dbias = ("dbias", m) if self.config.writes_dbias else ("v", n)
-        maps = (("q", m), ("k", n * pair), ("v", n), ("dout", m), bias, dbias)
+        bias = Box("bias", m) if self.config.has_bias_tiles else Box("v", n)
+        dbias = Box("dbias", m) if self.config.writes_dbias else Box("v", n)
+        maps = (Box("q", m), Box("k", n * pair), Box("v", n), Box("dout", m), bias, dbias)
         return Persistent(problem, maps, arrays, device, tiles, pair)
 
 
@@ -257,11 +257,17 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays, adds: bool = False) -
         # Each lane of the warp that waits polls one thread block that prepares rows.
         rows["rows_ready"] = work.empty((WARP,), np.int32)
     work.run(BeforeGradients(sm90_backward.ROWS, config.of_rows), with_dlse | rows | dbias)
-    key_grads = {f"d{name}": grads[name] for name in ("k", "v") if name in grads}
-    work.run(Gradients(config.entry, config), _select(arrays, _MAIN_INPUTS) | rows | key_grads | dbias)
+    key_grads = results = {f"d{name}": grads[name] for name in ("k", "v") if name in grads}
+    splits = 1 if is_wide or adds or not results else num_query_splits(problem, config, work.device.num_sms)
+    if splits > 1:
+        config = sm90_backward.with_query_splits(config)
+        key_grads = query_splits.shares_of(work, results, splits)
+    work.run(Gradients(config.entry, config, splits), _select(arrays, _MAIN_INPUTS) | rows | key_grads | dbias)
     if "q" in grads:
         sums = _select(rows, ("dq_sum", "dq_order"))
-        work.run(Dq(sm90_backward.DQ, config.of_rows), _select(arrays, _LENGTHS) | sums | {"dq": grads["q"]})
+        work.run(Dq(sm90_backward.DQ, config.of_rows, splits), _select(arrays, _LENGTHS) | sums | {"dq": grads["q"]})
+    if splits > 1:
+        query_splits.add(work, key_grads, results, splits)
     done = ("q", "k", "v", "bias") if dbias else ("q", "k", "v")
     return {name: x for name, x in grads.items() if name not in done}
 

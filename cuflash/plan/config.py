@@ -50,6 +50,7 @@ class KernelConfig:
     has_place: bool  # positions of a part in a longer problem are compiled in, which ALiBi and dropout depend on
     has_score_mod: bool  # the user's own rule for scores is compiled in
     has_mask_mod: bool  # the user's own rule for what is visible is compiled in
+    has_fp8: bool  # keys and values are e4m3 codes
     rules: Rules = NO_RULES  # these rules, whose text is a header of the source
     rule_in_blocks: bool = False  # the block mask says where a mask_mod hides anything; elsewhere it is not asked
 
@@ -84,6 +85,7 @@ WANTED: dict[str, Callable[[AttentionProblem], bool]] = {
     "has_place": lambda problem: problem.place != WHOLE and (problem.alibi is not None or problem.dropout_p != 0),
     "has_score_mod": lambda problem: problem.rules.score is not None,
     "has_mask_mod": lambda problem: problem.rules.visible is not None,
+    "has_fp8": lambda problem: problem.has_fp8_keys,
 }
 KNOWN_TO_ALL = (
     "has_window",

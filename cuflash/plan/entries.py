@@ -18,6 +18,8 @@ _FILES = {
     "operand_words": "portable/operand_words.cuh portable/backward_operands.cuh",
     "forward_sm80": "sm80/half_tile.cuh sm80/own_keys.cuh sm80/forward.cuh",
     "paged_forward_sm80": "sm80/half_tile.cuh sm80/paged_keys.cuh sm80/forward.cuh",
+    "fp8_forward_sm80": "sm80/codes_tile.cuh sm80/own_codes.cuh sm80/forward.cuh",
+    "paged_fp8_forward_sm80": "sm80/codes_tile.cuh sm80/paged_codes.cuh sm80/forward.cuh",
     "ordered_dq": "sm80/half_tile.cuh sm80/gradients.cuh",
     "bias_sm80": "sm80/half_tile.cuh sm80/bias.cuh",
     "backward_sm80": "sm80/backward",

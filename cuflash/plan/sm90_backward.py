@@ -65,6 +65,7 @@ _REGISTERS_OF_BIAS, _REGISTERS_OF_CAPPED = (32, 216, 64), (24, 216, 64)
 # arrays in NARROW.
 _REGISTERS_OF_SEVERAL, _REGISTERS_OF_ARRAYS = {NARROW: (40, 232, 0), WIDE: (64, 208, 64)}, (48, 224, 0)
 _GROUP_OF_DRAWS = 16  # queries whose random bits are drawn at once
+_EARLY_DRAWS_OF_SPLITS = 3  # groups of them that are drawn early where thread blocks share queries
 # A tile's dq has so many sums where additions have an order, so that an addition waits for the last but one. With a
 # diagonal few wait, and one sum is enough.
 _DQ_SUMS = 2
@@ -95,6 +96,7 @@ class Sm90BackwardConfig(Sm90Config):
     writes_dbias: bool  # the kernel writes dbias, which has one element for each score
     wide_results: bool  # dq, dk and dv are float32, so that shares of several calls are added before they are rounded
     adds_results: bool  # dq, dk and dv are added to what the arrays hold
+    splits_queries: bool  # several thread blocks share the queries of a tile of keys, and write float32 dk and dv each
 
     @property
     def of_rows(self) -> Sm90BackwardConfig:
@@ -128,6 +130,7 @@ class Sm90BackwardConfig(Sm90Config):
             has_mask_vectors=False,
             rules=NO_RULES,
             rule_in_blocks=False,
+            splits_queries=False,
             **flags,
         )
 
@@ -222,9 +225,20 @@ def backward_config(
         writes_dbias=False,
         wide_results=False,
         adds_results=False,
+        splits_queries=False,
         smem_bytes=smem_bytes,
         **common(Sm90BackwardConfig, dtype, bias_dtype, flags, replace(row, key_stages=key_stages)),
     )
+
+
+def with_query_splits(config: Sm90BackwardConfig) -> Sm90BackwardConfig:
+    """Return the configuration of a kernel whose thread blocks share the queries of a tile of keys.
+
+    Float32 results take registers that are left where fewer random bits are drawn early.
+    """
+    holds = config.has_dropout and config.entry == NARROW
+    early_draws = min(config.early_draws, _EARLY_DRAWS_OF_SPLITS) if holds else config.early_draws
+    return replace(config, splits_queries=True, early_draws=early_draws, holds_draws=holds)
 
 
 def _early_draws(row: Sm90BackwardRow, flags: tuple[str, ...]) -> int:
@@ -328,6 +342,9 @@ def _of_scores() -> Iterator[tuple[Sm90BackwardConfig, str]]:
     for row, dtype in product(BACKWARD, DTYPES):
         for flags, deterministic in product(((), ("has_window",)), (False, True)):
             yield backward_config(row, dtype, None, flags, deterministic), dtype
+    for row, dtype in product(BACKWARD, DTYPES):
+        for flags, deterministic in (((), False), (("has_window",), True), (("has_window", "has_dropout"), False)):
+            yield with_query_splits(backward_config(row, dtype, None, flags, deterministic)), dtype
     for row, dtype in product(BACKWARD, DTYPES):
         for flags in (("has_window", "has_alibi"), ("has_dropout",), ("has_window", "has_dropout")):
             yield backward_config(row, dtype, None, flags), dtype

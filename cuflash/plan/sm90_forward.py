@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from cuflash.hardware import (
     ALIGNMENT,
@@ -39,12 +40,15 @@ from cuflash.plan.sm90_times import is_timed
 from cuflash.problem.attention_problem import AttentionProblem
 
 HANDLES = (*KNOWN_TO_ALL, *OF_RULES)  # the flags that the kernel knows
-# These options treat all heads alike. With others the query heads of a group cannot be rows of one tile.
-_SAME_FOR_HEADS = ("has_window", "has_softcap")
-# Registers of a thread that loads and of one that computes, by the number of computing warpgroups; 64 K in all. With a
-# block mask, and with a mask or a bias alone, the loading warpgroup needs more.
+# These options know rows of several heads. A block mask does not, as its lists of keys are those of tiles of one head,
+# and users' own rules are asked for one head.
+_KNOWN_TO_ROWS = tuple(flag for flag in KNOWN_TO_ALL if flag != "has_block_mask")
+# Registers of a thread that loads and of one that computes, by the number of computing warpgroups. In all they are no
+# more than those that a launch gives to each thread in eights, of 64 K, or a warpgroup would wait for registers for
+# ever. With a block mask, and with a mask or a bias alone, the loading warpgroup needs more; with pages still more.
 REGISTERS = {1: (80, 240), 2: (40, 232), 3: (32, 160), 4: (32, 112)}
 _MORE_TO_LOAD = {1: (80, 248), 2: (56, 224), 3: (56, 152), 4: (32, 112)}
+_PAGES_TO_LOAD = {1: (80, 248), 2: (72, 216)}
 OTHER_GPUS = "as on other GPUs"  # users read this where other kernels run
 # A thread computes powers in groups of four, two in each of its rows.
 _POWERS_AT_ONCE = 4
@@ -86,6 +90,8 @@ class Sm90ForwardConfig(Sm90Config):
 
     stages: int
     query_stages: int  # buffers of queries
+    packs_heads: bool  # rows of a tile are the query heads of a KV head, for each of a few queries
+    has_pages: bool  # keys and values lie in pools of pages
     splits_keys: bool  # several thread blocks share the keys of a tile, and a kernel merges their results
     staging_panels: int  # panels of results in shared memory that TMA stores at a time; with 0 threads store them
     bias_stages: int  # buffers of the bias
@@ -103,6 +109,14 @@ class Sm90ForwardConfig(Sm90Config):
     has_mask_tiles: bool  # TMA loads the mask; else its rows are read from global memory
     bounded_scores: bool  # softcap bounds the scores so tightly that their powers need no maximum
 
+    def queries_of_tile(self, problem: AttentionProblem) -> int:
+        """Queries whose tiles a thread block, or a cluster, computes together."""
+        return self.block_m // problem.group_size if self.packs_heads else self.block_m * self.pair
+
+    def num_heads(self, problem: AttentionProblem) -> int:
+        """The number of heads of which each has tiles of its own."""
+        return problem.num_heads_kv if self.packs_heads else problem.num_heads_q
+
 
 def _tile_for(
     row: Sm90Row,
@@ -114,18 +128,21 @@ def _tile_for(
     narrow_window: bool,
     few_queries: bool,
     bounded_scores: bool,
+    has_pages: bool,
     skipped: int,
 ) -> Sm90Tile:
     options = without_window(flags)
     if options & {*OF_RULES}:
         tiles = row.tiles_for_rules(len(without_blocks_of_rule(options)) > 1)
         return tiles[min(skipped, len(tiles) - 1)]
+    if few_queries and "has_block_mask" not in options:
+        return row.of_few_queries("has_bias" in options and not bias_tiles)
     if not options and plain_scores:
-        if few_queries and row.few_queries:
-            return row.few_queries
         if flags:
             return (narrow_window and row.narrow_window) or (many_keys and row.many_windowed) or row.windowed
         return (many_keys and row.many_keys) or row.full
+    if has_pages and options in ({"has_alibi"}, {"has_block_mask"}):
+        return row.with_more  # registers that slopes and bits of blocks would need load the pages
     if bounded_scores and row.bounded:
         return row.bounded
     if options <= {"has_softcap"} or options == {"has_alibi"}:
@@ -155,20 +172,24 @@ def forward_config(
     bounded_scores: bool = False,
     mask_tiles: bool = False,
     skipped: int = 0,
+    packs_heads: bool = False,
+    has_pages: bool = False,
 ) -> Sm90ForwardConfig:
     """The configuration of one forward kernel.
 
     `flags` is a subset of `FLAGS`; the other arguments say what `_tile_for` chooses a tile of the row by, and whether
-    TMA loads the bias (`bias_tiles`) and the mask (`mask_tiles`). With users' own rules so many of the row's tiles are
-    `skipped`, but the last is not.
+    TMA loads the bias (`bias_tiles`) and the mask (`mask_tiles`), and whether heads are rows (`packs_heads`). With
+    users' own rules so many of the row's tiles are `skipped`, but the last is not.
     """
     bounded_scores = bounded_scores and dtype in _BOUNDED_DTYPES and without_window(flags) == {"has_softcap"}
-    tile = _tile_for(
-        row, flags, plain_scores, bias_tiles, mask_tiles, many_keys, narrow_window, few_queries, bounded_scores, skipped
-    )
-    return config_of(
-        row, tile, dtype, bias_dtype, flags, plain_scores, bias_tiles, mask_tiles, splits_keys, bounded_scores
-    )
+    of_tile = bias_tiles, mask_tiles, many_keys, narrow_window, few_queries, bounded_scores, has_pages, skipped
+    tile = _tile_for(row, flags, plain_scores, *of_tile)
+    if packs_heads:
+        tile = row.of_heads(tile, has_pages, bool(without_window(flags)))
+    elif has_pages:
+        tile = row.with_spare_registers(tile)
+    chosen = plain_scores, bias_tiles, mask_tiles, splits_keys, bounded_scores, packs_heads, has_pages
+    return config_of(row, tile, dtype, bias_dtype, flags, *chosen)
 
 
 def config_of(
@@ -182,17 +203,20 @@ def config_of(
     mask_tiles: bool = False,
     splits_keys: bool = False,
     bounded_scores: bool = False,
+    packs_heads: bool = False,
+    has_pages: bool = False,
 ) -> Sm90ForwardConfig:
     """The configuration of a kernel with this tile of the row; see `forward_config`."""
     options = without_window(flags)
     consumers, teams = tile.block_m // ROWS_OF_WARPGROUP + tile.alone, 1 + (tile.alone > 0)
     more_to_load = "has_block_mask" in options or options in ({"has_mask"}, {"has_bias"})
-    producer_registers, consumer_registers = (_MORE_TO_LOAD if more_to_load else REGISTERS)[consumers]
+    registers = _PAGES_TO_LOAD if has_pages else _MORE_TO_LOAD if more_to_load else REGISTERS
+    producer_registers, consumer_registers = registers[consumers]
     row_bytes, row_bytes_v = (whole_rows(HALF_BYTES * d) for d in (row.head_dim, row.head_dim_v))
     most_bytes = SMEM_BYTES // teams
     queries = tile.block_m * row_bytes
     smem_bytes = queries + tile.stages * tile.block_n * (row_bytes + row_bytes_v) + SMEM_BESIDE_TILES
-    if plain_scores and options == {"has_alibi"}:
+    if plain_scores and options == {"has_alibi"} and not packs_heads:
         # Products with columns' numbers need a row of 16 bytes a column, and read eight rows behind them.
         smem_bytes += -((tile.block_n + 8) * 16 // -SMEM_ALIGNMENT) * SMEM_ALIGNMENT
     mask_row_bytes = _mask_row_bytes(tile.block_n)
@@ -215,6 +239,8 @@ def config_of(
     return Sm90ForwardConfig(
         entry="forward_sm90",
         query_stages=query_stages,
+        packs_heads=packs_heads,
+        has_pages=has_pages,
         splits_keys=splits_keys,
         staging_panels=0 if splits_keys else staging_panels,
         bias_stages=bias_stages,
@@ -242,7 +268,7 @@ def wide_config(problem: AttentionProblem, config: Sm90ForwardConfig) -> Sm90For
     """
     if config.teams > 1:
         return None
-    if problem.softcap:
+    if problem.softcap and config.consumers > 1:
         row, flags = row_of(problem), flags_of(problem)
         config = with_rules(config_of(row, row.with_more, problem.dtype, problem.bias_dtype, flags), problem)
     return replace(config, splits_keys=True, staging_panels=0, pair=1)
@@ -274,17 +300,21 @@ def expressible(strides: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     return all(size == 1 or (stride > 0 and stride % ALIGNMENT == 0) for stride, size in axes)
 
 
-def heads_as_rows(problem: AttentionProblem) -> AttentionProblem:
-    """Return the problem whose queries are the query heads of a KV head, where each head has one query.
+def packs_heads(problem: AttentionProblem) -> bool:
+    """Return True if the query heads of a KV head are rows of one tile, so that few queries read their keys once.
 
-    These heads are then rows of one tile. The result is the given problem where anything but q tells heads apart.
+    forward/rows.cuh says where these rows lie. Heads stay apart with options that do not find each row's own query and
+    head (`_KNOWN_TO_ROWS`). Packed sequences take such tiles with one head, too, as these can split their keys.
     """
-    options = unknown(_SAME_FOR_HEADS, problem), problem.window_left is not None, problem.sink, problem.q_lengths
-    plain = not any(options)
-    if problem.packed or problem.seqlen_q != 1 or problem.group_size == 1 or not plain:
-        return problem
-    # Causal hides nothing from the only query, which is the last one.
-    return replace(problem, seqlen_q=problem.group_size, num_heads_q=problem.num_heads_kv, window_right=None)
+    several = problem.group_size > 1 or problem.packed
+    return has_few_queries(problem) and several and not unknown(_KNOWN_TO_ROWS, problem)
+
+
+def known_flags(problem: AttentionProblem) -> tuple[str, ...]:
+    """Return `flags_of` without a window that hides nothing, as causal does from an only query, the last one."""
+    sees_all = problem.seqlen_q == 1 and problem.window_left is None and (problem.window_right or 0) >= 0
+    flags = flags_of(problem)
+    return tuple(flag for flag in flags if flag != "has_window") if sees_all and not problem.packed else flags
 
 
 @kept
@@ -305,7 +335,7 @@ def forward(
     if obstacle(problem) or not all(expressible(*layout) for layout in layouts):
         return None
     bias_itemsize = _ELEMENT_BYTES_OF[problem.bias_dtype or problem.dtype]
-    config = _config(problem, has_vectors(bias, bias_itemsize), has_vectors(mask, 1), skipped)
+    config = config_for(problem, has_vectors(bias, bias_itemsize), has_vectors(mask, 1), skipped=skipped)
     return with_rules(config, problem)
 
 
@@ -326,8 +356,11 @@ def _has_many_keys(problem: AttentionProblem) -> bool:
 
 
 def has_few_queries(problem: AttentionProblem) -> bool:
-    """Return True if one tile has the queries of a head, so that keys are read once."""
-    return problem.seqlen_q <= _FEW_QUERIES
+    """Return True if one tile has the queries of a head, so that keys are read once.
+
+    The mean number of queries counts where sequences are packed.
+    """
+    return problem.seqlen_q <= _FEW_QUERIES * (problem.batch if problem.packed else 1)
 
 
 def _has_narrow_window(problem: AttentionProblem) -> bool:
@@ -341,15 +374,25 @@ def row_of(problem: AttentionProblem) -> Sm90Row:
     return next(r for r in FORWARD if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
 
 
-def _config(
-    problem: AttentionProblem, bias_tiles: bool = False, mask_tiles: bool = False, skipped: int = 0
+def config_for(
+    problem: AttentionProblem,
+    bias_tiles: bool = False,
+    mask_tiles: bool = False,
+    few_queries: bool | None = None,
+    skipped: int = 0,
 ) -> Sm90ForwardConfig:
-    problem = heads_as_rows(problem)
+    """The kernel of a problem, whose tile is that for few queries or not as these are, or as `few_queries` says.
+
+    `skipped` is as in `forward`.
+    """
     row = row_of(problem)
     plain_scores = has_plain_scale(problem)
-    flags = flags_of(problem)
+    flags = known_flags(problem)
     # Maxima of very many keys grow rarely, so the tile for few keys, which has exact maxima, is taken again.
     grow_rarely = not (flags or problem.packed) and problem.seqlen_k >= row.exact_again
+    if few_queries is None:
+        # A tile with more rows may have room for the heads of one query where that for few queries has none.
+        few_queries = has_few_queries(problem) and problem.group_size <= row.few_queries.block_m
     config = forward_config(
         row,
         problem.dtype,
@@ -359,11 +402,15 @@ def _config(
         bias_tiles,
         many_keys=_has_many_keys(problem) and not grow_rarely,
         narrow_window=_has_narrow_window(problem),
-        few_queries=has_few_queries(problem),
+        few_queries=few_queries,
         bounded_scores=SMALLEST_BOUND <= problem.softcap <= _LARGEST_BOUND,
         mask_tiles=mask_tiles,
         skipped=skipped,
+        packs_heads=packs_heads(problem),
+        has_pages=problem.pages is not None,
     )
+    if config.packs_heads and problem.group_size > config.block_m:
+        config = replace(config, packs_heads=False)
     few = problem.seqlen_q < LONG_QUERIES or problem.packed or problem.window_left is not None
     return replace(config, pair=1) if few else config
 
@@ -372,7 +419,7 @@ def reason(problem: AttentionProblem) -> str:
     """A sentence for users: the kernel that a forward pass takes on Hopper, and why."""
     if obstacle(problem):
         return f"{OTHER_GPUS}: {obstacle(problem)}"
-    config = _config(problem)
+    config = config_for(problem)
     return (
         f"wgmma and TMA (NVRTC from 12.9 on), tiles of {config.tile}, {config.smem_bytes} bytes of shared memory: "
         f"{config.flags}; {OTHER_GPUS} where an address or a stride of q, k or v is no multiple of 16 bytes"
@@ -390,6 +437,30 @@ def _of_small_grids(row: Sm90Row, dtype: str) -> Iterator[Sm90ForwardConfig]:
             yield exact
 
 
+def _of_few_queries(row: Sm90Row, dtype: str) -> Iterator[Sm90ForwardConfig]:
+    """Kernels of few queries: tiles of one head, then those of a group."""
+    tiles = partial(forward_config, row, dtype, None)
+    yield tiles((), splits_keys=True, few_queries=True)
+    yield tiles(_KNOWN_TO_ROWS, few_queries=True)
+    for flags in ((), ("has_window",), ("has_window", "has_bias"), _KNOWN_TO_ROWS):
+        yield tiles(flags, few_queries=True, packs_heads=True)
+    yield tiles(("has_window", "has_softcap"), few_queries=True, packs_heads=True, bounded_scores=True)
+    in_tiles = {"bias_tiles": True, "mask_tiles": True}
+    yield tiles(_KNOWN_TO_ROWS, few_queries=True, packs_heads=True, splits_keys=True, **in_tiles)
+    yield tiles(("has_window",), packs_heads=True, splits_keys=True)
+
+
+def _of_pages(row: Sm90Row, dtype: str) -> Iterator[Sm90ForwardConfig]:
+    """Kernels of pages: many queries, and few, whose heads may need a tile of many rows."""
+    tiles = partial(forward_config, row, dtype, None, has_pages=True)
+    of_heads: tuple[tuple[str, ...], ...] = ("has_window",), ("has_window", "has_dropout")
+    of_pages: tuple[tuple[str, ...], ...] = ("has_window",), ("has_window", "has_softcap"), HANDLES
+    yield from (tiles(flags, packs_heads=True) for flags in of_heads)
+    yield from (tiles(flags) for flags in of_pages)
+    yield tiles(("has_window", "has_mask"), few_queries=True, packs_heads=True, mask_tiles=True)
+    yield tiles((), few_queries=True, packs_heads=True, splits_keys=True)
+
+
 def table() -> Iterator[tuple[Sm90ForwardConfig, str]]:
     """Every kernel, with its dtype.
 
@@ -402,7 +473,7 @@ def table() -> Iterator[tuple[Sm90ForwardConfig, str]]:
                 yield forward_config(row, dtype, None, flags), dtype
             for flags in ((), ("has_window",)):
                 yield replace(forward_config(row, dtype, None, flags), staging_panels=0), dtype
-            yield forward_config(row, dtype, None, (), splits_keys=True, few_queries=True), dtype
+            yield from ((config, dtype) for config in (*_of_few_queries(row, dtype), *_of_pages(row, dtype)))
             if row.many_keys:
                 yield forward_config(row, dtype, None, (), many_keys=True), dtype
                 yield forward_config(row, dtype, None, ("has_window",), many_keys=True), dtype

@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 from cuflash.hardware import HALF_BYTES, L2_BYTES, WARP
 from cuflash.kept import kept
-from cuflash.plan import sm90_forward
+from cuflash.plan import sm90_few_queries, sm90_forward
 from cuflash.plan.config import flags_of, without_window
 from cuflash.plan.sm90_forward import (
     Sm90ForwardConfig,
+    config_for,
     config_of,
     has_few_queries,
-    heads_as_rows,
     row_of,
 )
 from cuflash.plan.sm90_times import is_timed, predicted_us, splits_worth_trying
@@ -25,10 +25,9 @@ from cuflash.problem.attention_problem import AttentionProblem
 
 _SHORT_QUERIES = 512  # up to so many queries, the heads that go together fill only half of `L2_BYTES`
 _EVEN_TILES = 4 * 132  # causal tiles that even out: four for each of an H100's multiprocessors
-# A split has at least so many keys where one tile holds all queries; shorter ones gain less than their merging costs.
-_SHORTEST_SPLIT = 128
 # A multiprocessor computes so many tiles one after the other; with more, the tile that fills the GPU best is fastest.
 _MOST_WAVES = 7
+_FEW_ROWS = 2048  # rows of few queries that are merged by a thread block each: more fill the GPU with a warp each
 
 
 class Launches(NamedTuple):
@@ -44,16 +43,16 @@ def for_grid(problem: AttentionProblem, config: Sm90ForwardConfig, num_sms: int)
 
     `config` is the kernel for a grid that fills the GPU.
     """
-    if problem.packed or problem.block_mask:
+    if problem.block_mask or (problem.packed and not config.packs_heads):
         return Launches(config, 1)
     if problem.num_splits is not None:
         # A split needs a tile of keys to compute, so that there are no more splits than tiles.
         num_splits = max(min(problem.num_splits, -(-problem.seqlen_k // config.block_n)), 1)
         return Launches(_with_exact_maxima(problem, config, num_splits, config.follows_every_maximum), num_splits)
-    seen = heads_as_rows(problem)
-    tiles = -(-seen.seqlen_q // config.block_m) * seen.num_heads_q * seen.batch
-    if has_few_queries(seen):
-        return Launches(config, max(min(num_sms // tiles, seen.seqlen_k // _SHORTEST_SPLIT), 1))
+    if has_few_queries(problem):
+        other = config_for(problem, config.has_bias_tiles, config.has_mask_tiles, few_queries=False)
+        return Launches(*sm90_few_queries.quickest(problem, (config, other), num_sms))
+    tiles = -(-problem.seqlen_q // config.block_m) * problem.num_heads_q * problem.batch
     if tiles >= _MOST_WAVES * num_sms:
         return Launches(config, 1)
     found = [
@@ -70,7 +69,11 @@ def _candidates(problem: AttentionProblem, config: Sm90ForwardConfig) -> list[Sm
     if without_window(flags) or not config.plain_scores:
         return [config]
     row = row_of(problem)
-    others = [config_of(row, tile, problem.dtype, None, flags) for tile in row.plain_tiles(bool(flags))]
+    has_pages = problem.pages is not None
+    tiles = row.plain_tiles(bool(flags))
+    if has_pages:
+        tiles = list(dict.fromkeys(map(row.with_spare_registers, tiles)))
+    others = [config_of(row, tile, problem.dtype, None, flags, has_pages=has_pages) for tile in tiles]
     timed = [replace(other, pair=1) for other in others if is_timed(other) and other.tile != config.tile]
     return [config, *timed]
 
@@ -89,8 +92,10 @@ def _with_exact_maxima(
     return replace(config, follows_every_maximum=True, early_powers=0)
 
 
-def num_grouped_heads(problem: AttentionProblem, block_m: int = 128) -> int:
+def num_grouped_heads(problem: AttentionProblem, block_m: int = 128, packs_heads: bool = False) -> int:
     """The number of last query heads (of all sequences) whose tiles are mixed, the longest first.
+
+    Where a tile has the query heads of a KV head (`packs_heads`), these are one.
 
     Where tiles differ in length, these heads' tiles even out at the end of a launch. As many heads are taken as have
     keys and values that fit in L2; fewer with short sequences, so that keys are read during products all the time; more
@@ -105,9 +110,11 @@ def num_grouped_heads(problem: AttentionProblem, block_m: int = 128) -> int:
     fitting = max(l2_bytes // bytes_of_head, 1)
     if seqlen_q >= sm90_forward.LONG_QUERIES:
         fitting = max(fitting, -(-_EVEN_TILES * block_m // (seqlen_q * problem.group_size)))
-    return min(fitting * problem.group_size, heads)
+    mixed = min(fitting * problem.group_size, heads)
+    return max(mixed // problem.group_size, 1) if packs_heads else mixed
 
 
 def merges_by_rows(problem: AttentionProblem, num_splits: int) -> bool:
     """Return True if a warp merges the splits of a row; a thread block, which reads many at once, does if not."""
-    return num_splits <= WARP and not has_few_queries(heads_as_rows(problem))
+    rows = problem.seqlen_q * problem.num_heads_q * (1 if problem.packed else problem.batch)
+    return num_splits <= WARP and not (has_few_queries(problem) and rows <= _FEW_ROWS)

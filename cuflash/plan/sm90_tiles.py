@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 _LEAST_OF_HALVES = 64  # keys of a tile that can be halved
+MOST_PLAIN_ROWS = 128  # beside tiles of more rows a thread that loads has 32 registers
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,15 @@ class Sm90Row:
     with_mask: Sm90Tile  # tile with a mask or a block mask
     with_bias: Sm90Tile  # tile with a bias that TMA loads
     with_more: Sm90Tile  # tile with several options
+    few_queries: Sm90Tile  # tile of few queries, with any options but a block mask
     many_keys: Sm90Tile | None = None  # tile without options and with many keys
     many_windowed: Sm90Tile | None = None  # tile with a window and many keys
     narrow_window: Sm90Tile | None = None  # tile with a window that is narrow on both sides
-    few_queries: Sm90Tile | None = None  # tile where one holds all queries of a head
     with_blocks: Sm90Tile | None = None  # tile with a block mask, before `with_mask`
     with_mask_tiles: Sm90Tile | None = None  # tile with a mask that TMA loads, before `with_mask`
+    few_with_bias: Sm90Tile | None = None  # tile of few queries with a bias that TMA does not load
+    spare: Sm90Tile | None = None  # tile in place of those that leave no register: see `with_spare_registers`
+    paged_heads: Sm90Tile | None = None  # tile of many rows of several heads with pages, before `spare`
     bounded: Sm90Tile | None = None  # tile with a softcap whose bound replaces maxima
     exact_again: int = 1 << 30  # from so many keys on a problem without a window takes the tile for few keys again
     of_small_grids: tuple[Sm90Tile, ...] = ()  # more tiles for grids that do not fill a GPU, at most with a window
@@ -63,6 +67,26 @@ class Sm90Row:
         more = self.with_more
         smaller = (replace(more, block_n=more.block_n // 2),) if more.block_n >= _LEAST_OF_HALVES else ()
         return (*(() if with_others else (self.with_mask,)), more, *smaller)
+
+    def with_spare_registers(self, tile: Sm90Tile) -> Sm90Tile:
+        """The tile that takes the place of this one with pages, and where a tile has the rows of several heads."""
+        fills_registers = tile.query_steps_in_registers or tile.block_m > MOST_PLAIN_ROWS
+        return replace(self.spare if self.spare and fills_registers else tile, pair=1)
+
+    def of_heads(self, tile: Sm90Tile, has_pages: bool, has_options: bool) -> Sm90Tile:
+        """The tile that takes the place of this one where it has the rows of several heads.
+
+        Each option, but a window, asks for registers for each of a thread's rows, which many rows do not leave.
+        """
+        if tile.block_m > self.few_queries.block_m and has_options:
+            return self.with_more
+        if tile.block_m > self.few_queries.block_m and has_pages and self.paged_heads:
+            return self.paged_heads
+        return self.with_spare_registers(tile)
+
+    def of_few_queries(self, biases_one_by_one: bool) -> Sm90Tile:
+        """The tile for few queries; `biases_one_by_one` says that TMA does not load their bias."""
+        return self.few_with_bias if self.few_with_bias and biases_one_by_one else self.few_queries
 
     def plain_tiles(self, windowed: bool) -> list[Sm90Tile]:
         """The tiles that a problem without options, or with a window alone, can take."""
@@ -87,7 +111,9 @@ FORWARD = (
         many_windowed=Sm90Tile(192, 128, exact=True),
         narrow_window=Sm90Tile(256, 64),
         few_queries=Sm90Tile(64, 128, ping_pong=False, stages=3),
+        few_with_bias=Sm90Tile(64, 64, ping_pong=False, stages=3),
         with_blocks=Sm90Tile(128, 64, ping_pong=False, alone=2),
+        spare=Sm90Tile(128, 128, exact=True),
         bounded=Sm90Tile(192, 96),
         of_small_grids=(Sm90Tile(128, 128, exact=True),),
     ),
@@ -101,7 +127,9 @@ FORWARD = (
         Sm90Tile(128, 128),
         Sm90Tile(128, 128),
         Sm90Tile(128, 64),
+        few_queries=Sm90Tile(64, 64, ping_pong=False, stages=3),
         with_blocks=_TEAMS,
+        spare=Sm90Tile(128, 128, exact=True),
         bounded=Sm90Tile(192, 96),
     ),
     Sm90Row(
@@ -119,6 +147,7 @@ FORWARD = (
         narrow_window=Sm90Tile(192, 64),
         few_queries=Sm90Tile(64, 64, ping_pong=False, stages=3),
         with_blocks=_TEAMS,
+        spare=Sm90Tile(128, 128, exact=True),
         bounded=Sm90Tile(192, 80, ping_pong=False),
     ),
     Sm90Row(
@@ -131,6 +160,7 @@ FORWARD = (
         Sm90Tile(128, 96),
         Sm90Tile(128, 96),
         Sm90Tile(128, 32),
+        few_queries=Sm90Tile(64, 64, ping_pong=False, stages=3),
         with_blocks=Sm90Tile(128, 128),
         bounded=Sm90Tile(128, 128, ping_pong=False),
     ),
@@ -144,6 +174,9 @@ FORWARD = (
         Sm90Tile(128, 64),
         Sm90Tile(128, 64),
         Sm90Tile(128, 32),
+        few_queries=Sm90Tile(64, 64, ping_pong=False, stages=3),
+        few_with_bias=Sm90Tile(64, 32, ping_pong=False, stages=3),
+        paged_heads=Sm90Tile(128, 64),
         with_mask_tiles=Sm90Tile(128, 80),
         bounded=Sm90Tile(128, 96, ping_pong=False),
     ),
@@ -160,6 +193,8 @@ FORWARD = (
         many_keys=Sm90Tile(128, 64, early_eighths=4, query_steps_in_registers=6),
         many_windowed=Sm90Tile(128, 64, early_eighths=2, keys_in_reverse=True, query_steps_in_registers=6, pair=2),
         few_queries=Sm90Tile(64, 32, ping_pong=False, stages=3),
+        spare=Sm90Tile(128, 64),
+        paged_heads=Sm90Tile(128, 32),
         with_blocks=Sm90Tile(128, 64),
         with_mask_tiles=Sm90Tile(128, 64),
         exact_again=4096,

@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from cuflash.hardware import FLOAT_BYTES
 from cuflash.problem.attention_problem import AttentionProblem
 
 # These numbers of splits of the keys are tried; merging more splits takes as long as they save.
@@ -43,7 +44,7 @@ _MEASURED = {
 _MERGE = Merge(4.2, 0.68)
 # The steps of tiles that were not measured are predicted from these operations per microsecond and multiprocessor.
 _FLOPS = 5.0e6
-_OTHER = Times(1.5, 0.0, 4.0)  # times of a tile that was not measured; `_times` fills in its step
+_OTHER = Times(1.5, 0.0, 4.0)  # times of a tile that was not measured; `times_of` fills in its step
 
 
 class _Kernel(Protocol):
@@ -66,10 +67,18 @@ def is_timed(kernel: _Kernel) -> bool:
     return _known(kernel) is not None
 
 
-def _times(kernel: _Kernel) -> Times:
+def times_of(kernel: _Kernel) -> Times:
+    """Times of a kernel: measured ones of its tile, or predicted ones."""
     known = _known(kernel)
     flops = 2 * kernel.block_m * kernel.block_n * (kernel.head_dim + kernel.head_dim_v)
     return known or _OTHER._replace(step=flops / _FLOPS)
+
+
+def merging_us(rows: int, head_dim_v: int, num_splits: int) -> float:
+    """Microseconds that merging the splits of so many rows takes; there is nothing to merge of one split."""
+    if num_splits == 1:
+        return 0.0
+    return _MERGE.launch + _MERGE.megabyte * FLOAT_BYTES * 1e-6 * rows * head_dim_v * num_splits
 
 
 def _steps(problem: AttentionProblem, block_m: int, block_n: int) -> np.ndarray:
@@ -94,7 +103,7 @@ def splits_worth_trying(problem: AttentionProblem, block_m: int, block_n: int, n
 
 def predicted_us(problem: AttentionProblem, kernel: _Kernel, num_splits: int, num_sms: int) -> float:
     """Predict the microseconds of a forward pass on the device, merging included and the host's work left out."""
-    times = _times(kernel)
+    times = times_of(kernel)
     heads = problem.num_heads_q * problem.batch
     steps = -(-_steps(problem, kernel.block_m, kernel.block_n) // num_splits)
     blocks = len(steps) * num_splits * heads
@@ -107,8 +116,6 @@ def predicted_us(problem: AttentionProblem, kernel: _Kernel, num_splits: int, nu
         span = tiles * longest
     else:  # long tiles come first, short ones even out
         span, tiles = max(longest, float(steps.sum()) * num_splits * heads / num_sms), waves
-    merging = 0.0
-    if num_splits > 1:
-        rows = problem.batch * problem.num_heads_q * problem.seqlen_q
-        merging = _MERGE.launch + _MERGE.megabyte * 4e-6 * rows * problem.head_dim_v * num_splits
+    rows = problem.batch * problem.num_heads_q * problem.seqlen_q
+    merging = merging_us(rows, problem.head_dim_v, num_splits)
     return times.launch + span * times.step + tiles * times.tile + merging

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from cuflash.problem.options import Options
 
 SCALES = ("q_scale", "k_scale", "v_scale")
+FP8 = e4m3.NAME  # the dtype of a problem whose queries are FP8
 # FP8 arrays have ml_dtypes' e4m3, or its bytes.
 _DTYPES = (e4m3.NAME, "uint8")
 _RESULTS = (*HALF_DTYPES, "float32")  # of FP8 and 16-bit queries

@@ -17,14 +17,16 @@ from cuflash.cuda import compile as cuda_compile
 from cuflash.cuda import device as cuda_device
 from cuflash.gpu.kernels import load_kernel, source_of
 from cuflash.hardware import capability_of, smem_limit
-from cuflash.plan import sm80_backward, sm80_forward, sm80_wide, sm90_backward, sm90_forward
+from cuflash.plan import sm80_backward, sm80_forward, sm80_fp8, sm80_wide, sm90_backward, sm90_forward
 from cuflash.plan import split as plan_split
 from cuflash.plan.config import KernelConfig
 from cuflash.plan.portable import table
 from cuflash.problem.attention_problem import DTYPES
+from cuflash.problem.fp8 import FP8
 from cuflash.tools.arguments import positive
 
 JOBS = min(8, os.cpu_count() or 1)
+_DTYPES = (*DTYPES, FP8)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,8 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="sm_XX",
         help="compile for these architectures without a GPU and print registers, spills and shared memory",
     )
-    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES), help="only these dtypes")
-    every = argparse.Namespace(dtype=DTYPES, kernel=None)
+    parser.add_argument(
+        "--dtype", nargs="+", choices=_DTYPES, default=list(_DTYPES), help="only these dtypes of queries"
+    )
+    every = argparse.Namespace(dtype=_DTYPES, kernel=None)
     kernels = sorted({config.entry for config in configs(every, (9, 0), smem_limit("sm_90"), True)})
     only = f"only these: {', '.join(kernels)}"
     parser.add_argument("--kernel", nargs="+", metavar="NAME", choices=kernels, help=only)
@@ -75,7 +79,7 @@ def configs(
     tables: list[Iterator[tuple[KernelConfig, str]]] = []
     if has_wgmma:
         tables += [sm90_forward.table(), sm90_backward.table(), plan_split.table(), plan_split.gradient_table()]
-    tables += [family.table(capability, limit) for family in (sm80_forward, sm80_backward, sm80_wide)]
+    tables += [family.table(capability, limit) for family in (sm80_forward, sm80_fp8, sm80_backward, sm80_wide)]
     tables.append(table(limit))
     for config, dtype in chain(*tables):
         if dtype in args.dtype and (args.kernel is None or config.entry in args.kernel):

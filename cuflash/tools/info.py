@@ -9,17 +9,18 @@ import json
 import platform
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
-from cuflash import __version__
+from cuflash import __version__, e4m3
 from cuflash.cpu.threads import BLAS_THREADS
 from cuflash.cuda import device as cuda_device
 from cuflash.hardware import capability_of, smem_limit
-from cuflash.plan import sm80_backward, sm80_forward, sm80_wide, sm90_backward, sm90_forward
+from cuflash.plan import sm80_backward, sm80_forward, sm80_fp8, sm80_wide, sm90_backward, sm90_forward
 from cuflash.plan import split as plan_split
 from cuflash.plan.config import flags_of, without_window
 from cuflash.plan.portable import PortableConfig, key_kernels, plan
-from cuflash.problem.attention_problem import DTYPES, MAX_HEAD_DIM, AttentionProblem
+from cuflash.problem.attention_problem import DTYPES, HALF_DTYPES, MAX_HEAD_DIM, AttentionProblem
 from cuflash.tools.arguments import architecture, positive
 from cuflash.tools.families import on_architecture
 
@@ -181,6 +182,11 @@ def _chosen(args: argparse.Namespace, head_dim_v: int) -> dict[str, str]:
         "forward on tensor cores": sm80_wide.reason(problem, False) or sm80_forward.reason(problem),
         "backward on tensor cores": sm80_wide.reason(problem, True) or sm80_backward.reason(problem),
     }
+    if args.dtype in HALF_DTYPES:
+        mma["forward on FP8 keys and values"] = sm80_fp8.reason(replace(problem, has_fp8_keys=True))
+        bias_dtype = "float32" if args.bias else None
+        codes = replace(problem, has_fp8_keys=True, dtype=e4m3.NAME, bias_dtype=bias_dtype, out_dtype=problem.dtype)
+        mma["forward on FP8 arrays alone"] = sm80_fp8.reason(codes)
     if args.bias:
         config = sm80_backward.of_bias(problem, True, capability_of("sm_80"), smem_limit("sm_80"))
         of_bias = "portable kernel" if config is None else f"mma.sync, {config.entry} {config.tile} on sm_80"

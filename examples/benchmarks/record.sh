@@ -35,6 +35,7 @@ random_shapes)
     bench --suite random --seed "${SEED:-1}" --cells "${CELLS:-300}" --rounds 3 --budget-ms 6 --peers cuflash fa3 cudnn \
         --picture "$folder/random_shapes.svg"
     ;;
+few_queries) python3 examples/benchmarks/few_queries.py --splits ${commit:+--commit "$commit"} --json "$folder/few_queries.jsonl" ;;
 dropout) python3 examples/benchmarks/dropout.py ${commit:+--commit "$commit"} --json "$folder/dropout.jsonl" ;;
 counters) python3 examples/benchmarks/counters.py ${commit:+--commit "$commit"} --results "$folder" ;;
 options) bench --suite options dbias --head-dim 128 256 --peers cuflash plain --budget-ms 12 ;;

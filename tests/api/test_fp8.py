@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import ml_dtypes
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 from cases import gaussian, np_dtype
 from devices import Device
-from fp8 import Quantized, numbers_of, quantized
+from fp8 import CODES, Quantized, assert_near, exact, numbers_of, quantized
 from libraries import Exporter
 from numpy.typing import NDArray
 from tolerance import EPS
@@ -41,22 +40,16 @@ def attend(device: Device, arrays: list[Quantized], **options: Any) -> Any:
     return device.get(cuflash.attention(*device.put(inputs), **device.put(scales | options)))
 
 
-def assert_near(actual: Array, expected: Array) -> None:
-    """Assert equality within rounding to the result's dtype and float32's arithmetic."""
-    eps = EPS[actual.dtype.name]
-    np.testing.assert_allclose(actual.astype(np.float64), expected, rtol=eps, atol=2e-6 * np.abs(expected).max())
-
-
 @pytest.mark.parametrize("per", ["tensor", "head", "token"])
 @pytest.mark.parametrize("out_dtype", [None, *RESULTS])
 def test_it_is_attention_on_the_dequantised_inputs(device: Device, per: str, out_dtype: str | None) -> None:
     arrays = problem(per)
     out, lse = attend(device, arrays, causal=True, return_lse=True, out_dtype=out_dtype)
     assert out.dtype.name == (out_dtype or "bfloat16")
-    expected, expected_lse = reference.attention(*(x.numbers for x in arrays), causal=True)
+    expected = exact(device.name, CODES, [x.numbers for x in arrays], causal=True)
     assert_near(out, expected)
     assert lse.dtype == np.float32
-    np.testing.assert_allclose(lse, expected_lse, atol=1e-5)
+    np.testing.assert_allclose(lse, expected.lse, atol=1e-5)
 
 
 def options_of(name: str) -> dict[str, Any]:
@@ -81,18 +74,18 @@ OPTIONS = ("window", "softcap", "bias", "mask", "alibi", "sink", "lengths", "dro
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("queries", ["float8_e4m3fn", "float16", "bfloat16"])
+@pytest.mark.parametrize("queries", [CODES, "float16", "bfloat16"])
 def test_with_every_option(device: Device, name: str, queries: str) -> None:
     options = options_of(name)
     q, k, v = problem()
     scales = {"k_scale": k.scale, "v_scale": v.scale}
     codes, numbers = q.codes, q.numbers
-    if queries != "float8_e4m3fn":
+    if queries != CODES:
         codes = q.numbers.astype(np_dtype(queries))
         numbers = codes.astype(np.float64)
     else:
         scales["q_scale"] = q.scale
-    expected = reference.attention(numbers, k.numbers, v.numbers, **options)[0]
+    expected = exact(device.name, queries, (numbers, k.numbers, v.numbers), **options)
     if name == "block mask":
         options = {"block_mask": cuflash.BlockMask.from_dense(options["block_mask"])}
     arrays = device.put((codes, k.codes, v.codes))
@@ -112,9 +105,8 @@ def test_packed(device: Device, out_dtype: str) -> None:
     arrays = device.put((q.codes, k.codes, v.codes, *edges))
     out = device.get(cuflash.attention_varlen(*arrays, **device.put(scales), causal=True, out_dtype=out_dtype))
     numbers = [np.nan_to_num(numbers_of(x.codes, np.nan_to_num(x.scale))) for x in (q, k, v)]
-    expected = reference.attention_varlen(*(*numbers, *edges), causal=True)[0]
     assert out.dtype.name == out_dtype
-    assert_near(out, expected)
+    assert_near(out, exact(device.name, CODES, numbers, *edges, causal=True))
     assert not out[70:].any()
 
 
@@ -126,20 +118,21 @@ def test_16_bit_queries_have_their_own_result(device: Device) -> None:
             scales = device.put({"k_scale": k.scale, "v_scale": v.scale})
             out = device.get(cuflash.attention(*device.put((q, k.codes, v.codes)), **scales, out_dtype=out_dtype))
             assert out.dtype.name == (out_dtype or dtype)
-            assert_near(out, reference.attention(q.astype(np.float64), k.numbers, v.numbers)[0])
+            assert_near(out, exact(device.name, dtype, (q.astype(np.float64), k.numbers, v.numbers)))
 
 
 def test_scales_are_1_by_default_and_broadcast(device: Device) -> None:
     arrays = problem()
     plain = device.get(cuflash.attention(*device.put([x.codes for x in arrays]), out_dtype="float32"))
-    assert_near(plain, reference.attention(*(numbers_of(x.codes) for x in arrays))[0])
+    assert_near(plain, exact(device.name, CODES, [numbers_of(x.codes) for x in arrays]))
     shapes = [(2, 1, 1), (1, 53, 1), (1, 1, 2)]
     spread = [
         Quantized(x.codes, scale, numbers_of(x.codes, np.broadcast_to(scale, x.codes.shape[:-1])))
         for x, shape in zip(arrays, shapes, strict=True)
         for scale in (RNG.uniform(0.5, 2, shape).astype(np.float32),)
     ]
-    assert_near(attend(device, spread, out_dtype="float32"), reference.attention(*(x.numbers for x in spread))[0])
+    of_spread = exact(device.name, CODES, [x.numbers for x in spread])
+    assert_near(attend(device, spread, out_dtype="float32"), of_spread)
     # Any strides, the last axis' too.
     wide = [x._replace(scale=np.broadcast_to(x.scale, x.codes.shape[:-1]).copy()) for x in spread]
     strided = [x._replace(scale=np.ascontiguousarray(x.scale.swapaxes(1, 2)).swapaxes(1, 2)) for x in wide]
@@ -236,7 +229,7 @@ def test_gradients_are_refused_before_anything_is_computed(
         patch.setattr("cuflash.frontend.call.backend_of", nothing_is_computed)
         # A pass that is known would be computed here; NumPy's are never known, and ask, too.
         if direction == "vjp" and device.name != "numpy":
-            patch.setattr(sys.modules["cuflash.attention"], "repeated", nothing_is_computed)
+            patch.setattr("cuflash.frontend.partial.repeated", nothing_is_computed)
         with pytest.raises(NotImplementedError, match="gradients .* FP8 .*uint8"):
             function(*given, **scales)
 
@@ -339,8 +332,7 @@ def test_repeated_calls_see_new_values(device: Device) -> None:
     for _ in range(3):
         arrays = problem()
         out = attend(device, arrays, kv_lengths=np.array([53, 20], np.int32), out_dtype="float16")
-        expected = reference.attention(*(x.numbers for x in arrays), kv_lengths=np.array([53, 20]))[0]
-        assert_near(out, expected)
+        assert_near(out, exact(device.name, CODES, [x.numbers for x in arrays], kv_lengths=np.array([53, 20])))
 
 
 def test_forward_bits_repeat_whatever_is_asked_for(device: Device) -> None:

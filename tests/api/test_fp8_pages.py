@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from cases import gaussian, np_dtype
 from devices import Device
-from fp8 import Quantized, numbers_of, quantized
+from fp8 import Quantized, assert_near, exact, numbers_of, quantized
 from numpy.typing import NDArray
-from tolerance import EPS
 
 import cuflash
 from cuflash import reference
@@ -59,16 +58,17 @@ def test_codes_in_pages(device: Device, queries: str, out_dtype: str, splits: di
         given, scale, numbers = quantized(q, "token")
         options["q_scale"] = scale.reshape(-1, 4) if packed else scale
     options |= {"causal": True, "out_dtype": out_dtype, **splits}
-    expected = reference.attention(numbers, rows_of(k.numbers), rows_of(v.numbers), kv_lengths=LENGTHS, causal=True)[0]
+    arrays = numbers, rows_of(k.numbers), rows_of(v.numbers)
+    expected = exact(device.name, queries, arrays, kv_lengths=LENGTHS, causal=True)
     on_device = device.put(options)
     if packed:
         rows, *pools_of, edges = device.put((given.reshape(-1, 4, 24), k.codes, v.codes, np.array([0, 3, 6], np.int32)))
         packed_out = cuflash.attention_varlen(rows, pools_of[0], pools_of[1], edges, None, **on_device)
-        out = device.get(packed_out).reshape(expected.shape)
+        out = device.get(packed_out).reshape(expected.out.shape)
     else:
         out = device.get(cuflash.attention(*device.put((given, k.codes, v.codes)), **on_device))
     assert out.dtype.name == out_dtype
-    np.testing.assert_allclose(out.astype(np.float64), expected, rtol=EPS[out_dtype], atol=2e-6)
+    assert_near(out, expected)
 
 
 def test_a_scale_has_the_pool_s_axes(device: Device) -> None:

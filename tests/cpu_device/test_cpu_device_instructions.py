@@ -99,7 +99,7 @@ def assert_same(got: Array, want: Array, tolerance: float) -> None:
     np.testing.assert_allclose(x[finite], y[finite], rtol=tolerance, atol=tolerance * np.abs(y[finite]).max())
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a"])
 def test_they_compile(arch: str) -> None:
     pytest.importorskip("cupy")
     assert cuda_compile.compile_for(arch, source_of(arch), "instructions").cubin

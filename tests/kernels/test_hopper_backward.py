@@ -14,7 +14,7 @@ import cuflash
 from cuflash import hardware
 from cuflash.gpu import launch
 from cuflash.gpu import sm90 as gpu_sm90
-from cuflash.plan import sm90_backward, sm90_backward_tiles
+from cuflash.plan import sm90_backward, sm90_backward_tiles, sm90_query_splits
 from cuflash.problem.attention_problem import AttentionProblem
 
 Array = np.ndarray[Any, Any]
@@ -49,6 +49,7 @@ def both(
     hidden_keys: Any = None,
     hidden_queries: Any = None,
     with_dlse: bool = False,
+    num_sms: int = 3,
     **options: Any,
 ) -> None:
     """Compare the gradients with the NumPy path's in float64, from the same rounded out and lse.
@@ -76,7 +77,7 @@ def both(
         for name, x in zip((n for n in ("bias", "sink", "alibi_slopes") if n in options), expected[3:], strict=True)
     )
     devices.forget_launches()
-    with hook.kernels_on(device.CpuDevice((9, 0), num_sms=3)):
+    with hook.kernels_on(device.CpuDevice((9, 0), num_sms=num_sms)):
         dq, dk, dv, *extras = cuflash.attention_backward(
             tensors[0],
             tensors[1],
@@ -99,6 +100,65 @@ def both(
 @pytest.mark.parametrize("causal", [False, True])
 def test_head_dims(head_dims: tuple[int, int], causal: bool) -> None:
     both(*inputs(*head_dims), causal=causal)
+
+
+SPLITS: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {
+    # The sizes are (seqlen_q, seqlen_k, num_heads_q, num_heads_kv).
+    "heads": ((150, 70, 6, 2), {}),
+    "heads, causal": ((150, 170, 6, 1), {"causal": True}),
+    "rows": ((1300, 70, 2, 2), {}),
+    "rows, causal": ((1300, 300, 1, 1), {"causal": True}),
+    "heads and rows": ((700, 30, 3, 1), {"window": (400, 20)}),
+    "more queries than keys": ((900, 40, 2, 1), {"causal": True}),
+    "dropout": ((500, 70, 4, 1), {"dropout_p": 0.3, "dropout_seed": 5}),
+    "in order": ((500, 200, 3, 1), {"deterministic": True, "causal": True}),
+    "in order, rows": ((900, 200, 1, 1), {"deterministic": True}),
+    "block mask": (
+        (300, 70, 4, 1),
+        {"block_mask": cuflash.BlockMask.random(300, 70, 0.5, seed=1, block_size=(64, 64))},
+    ),
+    "lengths": (
+        (400, 90, 4, 1),
+        {"q_lengths": np.array([370, 0], np.int32), "kv_lengths": np.array([90, 8], np.int32)},
+    ),
+    "softcap and bias": ((300, 64, 4, 1), {"softcap": 3.0, "bias": normal(1, 4, 300, 64)}),
+}
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 200])
+@pytest.mark.parametrize("case", SPLITS)
+def test_thread_blocks_share_the_queries_of_few_keys(case: str, head_dim: int) -> None:
+    (seqlen_q, seqlen_k, heads, heads_kv), options = SPLITS[case]
+    q, k = normal(2, seqlen_q, heads, head_dim), normal(2, seqlen_k, heads_kv, head_dim)
+    both(q, k, normal(2, seqlen_k, heads_kv, head_dim), num_sms=60, **options)
+    gradients = [x.kernel for x in launch._launches.values() if isinstance(x.kernel, gpu_sm90.Gradients)]
+    assert [kernel.splits > 1 for kernel in gradients] == [True]
+
+
+def test_packed_sequences_share_the_queries_of_few_keys() -> None:
+    q, k, v = normal(400, 6, 64), normal(60, 1, 64), normal(60, 1, 64)
+    ends_q, ends_k = np.array([0, 130, 390], np.int32), np.array([0, 40, 55], np.int32)
+    exact = wide(q), wide(k), wide(v)
+    out, lse = cuflash.attention_varlen(*exact, ends_q, ends_k, return_lse=True)
+    dout, out, lse = normal(*out.shape), out.astype(q.dtype), lse.astype(np.float32)
+    expected = cuflash.attention_varlen_backward(wide(dout), *exact, wide(out), wide(lse), ends_q, ends_k)
+    devices.forget_launches()
+    with hook.kernels_on(device.CpuDevice((9, 0), num_sms=60)):
+        found = cuflash.attention_varlen_backward(dout, q, k, v, out, lse, ends_q, ends_k, grads=("q", "v"))
+    assert any(getattr(x.kernel, "splits", 1) > 1 for x in launch._launches.values())
+    assert found[1] is None
+    for x, ref in zip(found[::2], expected[::2], strict=True):
+        assert x is not None and ref is not None
+        np.testing.assert_allclose(x.astype(np.float64), ref, atol=8e-3, rtol=8e-3)
+
+
+def test_training_shapes_keep_their_queries_whole() -> None:
+    for head_dim, heads in ((64, 32), (128, 16), (256, 8)):
+        for seqlen in (512, 1024, 2048, 4096, 8192, 16384):
+            sizes = (16384 // seqlen, seqlen, seqlen, heads, heads, head_dim, head_dim)
+            problem = AttentionProblem(*sizes, "bfloat16", softmax_scale=head_dim**-0.5)
+            config = sm90_backward._config(problem)
+            assert sm90_query_splits.num_query_splits(problem, config, 132) == 1
 
 
 LENGTHS = {

@@ -124,11 +124,10 @@ def test_every_flag_is_wanted_by_some_problem_and_known_to_all() -> None:
         assert set(family.HANDLES) <= set(plan_config.FLAGS)
 
 
-def test_heads_are_rows_of_a_tile_only_beside_options_that_do_not_tell_heads_apart() -> None:
-    one_query = AttentionProblem(1, 1, 64, 4, 2, 64, 64, "float16", softcap=2.0)
-    assert sm90_forward.heads_as_rows(one_query).num_heads_q == 2
-    problem = AttentionProblem(1, 1, 64, 4, 2, 64, 64, "float16", softmax_scale=SCALE)
-    assert sm90_forward.heads_as_rows(problem) is problem
+def test_heads_are_rows_of_a_tile_only_beside_options_that_know_such_rows() -> None:
+    problem = AttentionProblem(1, 1, 64, 4, 2, 64, 64, "float16", softcap=2.0, sink=True, alibi=(1, 4))
+    assert sm90_forward.packs_heads(problem)
+    assert not sm90_forward.packs_heads(replace(problem, softmax_scale=SCALE))
 
 
 def test_info_names_the_option_and_wide_heads() -> None:

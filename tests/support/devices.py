@@ -1,7 +1,7 @@
 """The devices that a test can run on, and the way to each and back.
 
 NumPy is always one, CuPy where there is a GPU; the environment variable CUFLASH_TEST_DEVICES names others: "sm_75",
-"sm_80" and "sm_90", which are the CUDA kernels of these architectures on the CPU (slow), separated by commas.
+"sm_80", "sm_89" and "sm_90", which are the CUDA kernels of these architectures on the CPU (slow), separated by commas.
 
 A test makes its arrays on the host with NumPy, with the strides it wants, puts them on the device (which keeps
 strides, offsets and the sharing of buffers), calls the library there and gets the results back as NumPy arrays.
@@ -134,6 +134,7 @@ def device_of(name: str) -> Device:
         "numpy": nullcontext,
         "sm_75": partial(_kernels_on_the_cpu, (7, 5)),
         "sm_80": partial(_kernels_on_the_cpu, (8, 0)),
+        "sm_89": partial(_kernels_on_the_cpu, (8, 9)),
         "sm_90": partial(_kernels_on_the_cpu, (9, 0)),
     }
     assert name in actives, f"CUFLASH_TEST_DEVICES: expected names out of cupy, {', '.join(actives)}, got {name}"

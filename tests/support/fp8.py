@@ -2,22 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import benchmark_scripts  # noqa: F401 (it names the folder of the next)
+import fp8_check as check
 import ml_dtypes
 import numpy as np
 from cases import np_dtype
+from fp8_check import CODES, WEIGHT_FACTOR, Exact, numbers_of
 from numpy.typing import NDArray
+from tolerance import EPS
 
 import cuflash
 
+__all__ = [
+    "CODES", "KEY_TILE", "RMS_FACTOR", "WEIGHT_FACTOR", "Exact", "Quantized", "assert_near", "exact", "inputs", "naive",
+    "numbers_of", "quantized", "rms",
+]  # fmt: skip
 Array = NDArray[Any]
 
 # A kernel's tile has so many keys, whose scales share a largest.
 KEY_TILE = 128
-WEIGHT_FACTOR = 2.0**8
 # The rms error may be so many times that of plain attention whose weights are rounded.
 RMS_FACTOR = 1.01
+CONVERTING = ("numpy", "sm_75")  # devices of `devices` on which weights are float32
+
+
+def exact(device: str, queries: str, numbers: Sequence[Array], *edges: Array, **options: Any) -> Exact:
+    """Compute attention as the benchmark's check does; the rounding is 0 on devices where weights are float32."""
+    found = check.exact(queries, numbers, *edges, **options)
+    return found._replace(rounding=np.zeros_like(found.rounding)) if device in CONVERTING else found
+
+
+def assert_near(actual: Array, expected: Exact) -> None:
+    """Assert equality within rounding to the result's dtype, float32's arithmetic, and the rounding of weights."""
+    size = np.abs(expected.out)
+    error = np.abs(actual.astype(np.float64) - expected.out)
+    most = expected.rounding + EPS[actual.dtype.name] * (size + expected.rounding) + 2e-6 * min(size.max(), 1)
+    assert (error <= most).all(), f"{np.max(error / most)} times the most that rounding may do"
 
 
 class Quantized(NamedTuple):
@@ -26,12 +49,6 @@ class Quantized(NamedTuple):
     codes: Array
     scale: Array
     numbers: Array
-
-
-def numbers_of(codes: Array, scale: Array | float = 1.0) -> Array:
-    """Return the numbers of e4m3 codes, by ml_dtypes."""
-    wide = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
-    return wide * (np.asarray(scale, np.float64)[..., None] if np.ndim(scale) else scale)
 
 
 def quantized(x: Array, per: str) -> Quantized:
@@ -59,7 +76,7 @@ def inputs(kind: str, seed: int, seqlens: tuple[int, int] = (160, 400), heads: t
     return [x.astype(np.float32) for x in arrays]
 
 
-def naive(q: Array, k: Array, v: Quantized, out_dtype: str, weights: str) -> Array:
+def naive(q: Array, k: Array, v: Quantized, out_dtype: str, weights: str, key_tile: int = KEY_TILE) -> Array:
     """Compute plain attention on dequantised inputs, key tile by key tile, with rounded weights.
 
     `weights` "float8_e4m3fn": p times its value's scale over the largest of the key tile, times 2^8, against the
@@ -72,8 +89,8 @@ def naive(q: Array, k: Array, v: Quantized, out_dtype: str, weights: str) -> Arr
     scores = by_head[0] @ by_head[1].swapaxes(-1, -2) / np.sqrt(q.shape[-1])
     top = np.full((*scores.shape[:-1], 1), -np.inf)
     total, sums = np.zeros(top.shape), np.zeros((*top.shape[:-1], v.codes.shape[-1]))
-    for begin in range(0, scores.shape[-1], KEY_TILE):
-        keys = slice(begin, begin + KEY_TILE)
+    for begin in range(0, scores.shape[-1], key_tile):
+        keys = slice(begin, begin + key_tile)
         new_top = np.maximum(top, scores[..., keys].max(axis=-1, keepdims=True))
         p = np.exp(scores[..., keys] - new_top)
         own_scale = scale[:, :, None, keys] if weights == "float8_e4m3fn" else np.ones((1, 1, 1, 1))

@@ -12,6 +12,7 @@ import devices
 import numpy as np
 from cases import Case, accum_dtype, gaussian, gaussian_case, np_dtype
 from devices import Device
+from paging import as_paged
 
 from cuflash.gpu import launch
 from cuflash.plan import (
@@ -36,6 +37,8 @@ _TOLD_APART = (
     "has_bias_tiles",
     "has_mask_tiles",
     "has_mask_vectors",
+    "packs_heads",
+    "has_pages",
     "writes_dbias",
     "aligned",
     "computes_dk",
@@ -163,10 +166,15 @@ def case_of(config: KernelConfig, dtype: str) -> Case:
         chosen["deterministic"] = True
     if config.entry in OPERAND_ENTRIES:
         chosen["deterministic"] = config.entry != OPERAND_ENTRIES[0]
+    heads = 2, 1
+    if isinstance(config, sm90_forward.Sm90ForwardConfig) and config.block_m == sm90_forward._FEW_QUERIES:
+        heads = (2, 1) if config.packs_heads else (2, 2)  # tiles of few queries have the heads of a group
     dims = config.head_dim or config.head_dim_v or _ANY_HEAD_DIM, config.head_dim_v or config.head_dim or _ANY_HEAD_DIM
     if of.get("slice_columns"):
         dims = SLICED_HEAD_DIM, SLICED_HEAD_DIM
-    case = gaussian_case(0, dtype, (queries, keys), (2, 1), dims, 1, **chosen)
+    case = gaussian_case(0, dtype, (queries, keys), heads, dims, 1, **chosen)
+    if of.get("has_pages"):
+        case = as_paged(case, 16, rng)
     if isinstance(config, sm80_forward.Sm80QueryConfig):
         case.block_size = (config.block_m, 64 * config.listed)  # wide blocks are listed in twos
     elif isinstance(config, sm80_backward.Sm80BackwardConfig):
@@ -199,7 +207,7 @@ def short_pairs(config: KernelConfig) -> Iterator[None]:
 def small_grid(config: KernelConfig) -> Iterator[None]:
     """Say which tile and how many splits of the keys a problem takes, as problems are small."""
     plain = not without_window(tuple(flag for flag in FLAGS if getattr(config, flag)))
-    if not (isinstance(config, sm90_forward.Sm90ForwardConfig) and plain):
+    if not (isinstance(config, sm90_forward.Sm90ForwardConfig) and (plain or config.packs_heads or config.has_pages)):
         yield
         return
     launches = sm90_grid.Launches(replace(config, splits_keys=False), 3 if config.splits_keys else 1)

@@ -5,8 +5,8 @@
 // memory. backward/rows.cu has the kernels before and behind; backward/wide.cu serves wide heads.
 constexpr int FRAGMENT_QUERIES = BLOCK_M;
 #include "../../fragment/gradient_fragment.cuh"
+#include "key_results.cuh"
 #include "loader.cuh"
-#include "results.cuh"
 
 constexpr int WARPS = CONSUMERS * WARPGROUP / WARP;
 constexpr u32 DS_PANEL_BYTES = BLOCK_M * ROW_BYTES, DS_BYTES = CONSUMERS * DS_PANEL_BYTES;
@@ -362,11 +362,11 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings
       // The scale is converted again where there is dropout: registers are scarce.
       const float own_scale = HAS_DROPOUT ? static_cast<float>(p.softmax_scale) * ds_unit(p) : scale;
       const float factor[2] = {own_scale, own_scale};
-      write_results(p, p.dk, s, work.head, 0, row, p.head_dim, dk, factor, staging);
+      write_results(p, p.dk, work, 0, row, p.head_dim, dk, factor, staging);
     }
     if (p.dv.data != nullptr) {
       const float rescale = HAS_DROPOUT ? static_cast<float>(p.dropout_rescale) : 1, factor[2] = {rescale, rescale};
-      write_results(p, p.dv, s, work.head, 0, row, p.head_dim_v, dv, factor, staging);
+      write_results(p, p.dv, work, 0, row, p.head_dim_v, dv, factor, staging);
     }
     if (!work.is_hidden) {
       store_dq(dq, rings.ds.previous_stage());

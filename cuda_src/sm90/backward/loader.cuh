@@ -259,11 +259,16 @@ DEVICE void wait_for_rows(const AttentionParams& p, SharedStorage& shared, i64 t
   }
 }
 
+// query_splits() is how many thread blocks share the queries of a tile of keys. Each writes float32 shares of dk and
+// dv.
+DEVICE int query_splits(const AttentionParams& p) { return SPLITS_QUERIES ? p.splits : 1; }
+
 // load_tiles() is the loading warp.
 template <class SharedStorage, class Rings>
 DEVICE void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings rings, const Maps& maps) {
   Loader loader{ptx::shared_address(&shared.clearing)};
-  const u32 total = p.num_tiles * num_batch_heads_kv(p);
+  const int splits = query_splits(p);
+  const u32 total = p.num_tiles * num_batch_heads_kv(p) * splits;
   u32 index_phase = 0;
   if constexpr (PING_PONG) shared.rows_ready[lane()] = 0;
   for (u32 index = of_lane_0([&] { return first_key_index(p); }); index < total;
@@ -271,13 +276,16 @@ DEVICE void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings ri
            shared, index_phase, [&] { return of_lane_0([&] { return next_key_index(p, index, total); }); })) {
     acquire_by_warp(rings.work);
     KeyWork& work = shared.work[rings.work.stage];  // kept in shared memory, because registers are scarce
-    if (lane() == 0) static_cast<Work&>(work) = key_work_at(p, index);
+    const int split = splits == 1 ? 0 : index % splits;
+    if (lane() == 0) static_cast<Work&>(work) = key_work_at(p, index / splits);
     __syncwarp();
     const Sequence& s = work.sequence;
     if ((work.tile - rank()) * BLOCK_N >= s.rows_k) continue;
-    typename QueryTileIteratorOf<!DETERMINISTIC && !HAS_BLOCK_MASK>::Type iterator(p, work, index / (gridDim.x / PAIR));
+    typename QueryTileIteratorOf<!DETERMINISTIC && !HAS_BLOCK_MASK>::Type iterator(
+        p, work, index / (gridDim.x / PAIR), splits == 1 ? QueryPart(p) : QueryPart(p, split, splits));
     const int first_key = work.tile * BLOCK_N;
     if (lane() == 0) {
+      work.split = split;
       work.is_hidden = iterator.done();
       if constexpr (SKIPS_STEPS) work.skips = skipped_steps(p, s, iterator, first_key);
       // Padding behind packed keys belongs to no head, so it is not counted.

@@ -165,7 +165,7 @@ static_assert(SUM_STAGES % CONSUMERS == 0, "or one could be ahead of another by 
 
 // load_sums() is the loading warp: it takes chunks of pieces, waits until their sums are complete, and loads them.
 DEVICE void load_sums(const AttentionParams& p, SumStorage& shared, SumRing ring, u32 pieces, bool by_heads) {
-  const int all = ceil_div(p.seqlen_k, DQ_PIECES * ROWS_OF_WARPGROUP) * DQ_PIECES;
+  const int all = ceil_div(p.seqlen_k, DQ_PIECES * ROWS_OF_WARPGROUP) * DQ_PIECES * p.splits;
   const auto hand_on = [&](u32 piece, u32 found) {
     ring.acquire();
     __syncwarp();

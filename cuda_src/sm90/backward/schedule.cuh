@@ -12,8 +12,9 @@ DEVICE u32 num_batch_heads_kv(const AttentionParams& p) {
 
 // KeyWork is a tile of keys, as the loading warp hands it on.
 struct KeyWork : Work {
-  bool is_hidden;    // no query sees any of its keys
-  u32 skips;         // bit w: warpgroup w sees nothing of the last step (w = 0) or the first (w = 1), and skips it
+  bool is_hidden;        // no query sees any of its keys
+  unsigned short split;  // the part of the queries that this thread block visits; behind is_hidden it takes no room
+  u32 skips;             // bit w: warpgroup w sees nothing of the last step (w = 0) or the first (w = 1), and skips it
   u32 stage, phase;  // the position of the ring that brought it: read back from here, it takes no registers meanwhile
   u32 key_stage, key_phase;  // likewise the position of the ring of keys, where there is a bias
 };
@@ -91,21 +92,47 @@ DEVICE u32 next_key_index(const AttentionParams& p, u32 index, u32 total) {
   return atomicAdd(p.dq_order, 1);
 }
 
+// QueryPart is the part of a tile's queries that one thread block visits. Where few tiles of keys meet many queries,
+// their splits are parts of the query heads of the group first, and of each head's tiles of queries then.
+struct QueryPart {
+  int first_head = 0, heads;  // query heads of the group
+  int number = 0, parts = 1;  // the part of each head's tiles, and how many there are
+
+  DEVICE explicit QueryPart(const AttentionParams& p) : heads(group_size(p)) {}
+  DEVICE QueryPart(const AttentionParams& p, int split, int splits) {
+    const int group = group_size(p), by_heads = smaller(splits, group);
+    parts = splits / by_heads;
+    number = split % parts;
+    first_head = split / parts * group / by_heads;
+    heads = (split / parts + 1) * group / by_heads - first_head;
+  }
+
+  DEVICE void narrow(Blocks& blocks) const {
+    if (parts == 1) return;
+    const int tiles = larger(blocks.end - blocks.block, 0), begin = blocks.block;
+    blocks.block = begin + tiles * number / parts;
+    blocks.end = begin + tiles * (number + 1) / parts;
+  }
+};
+
 // QueryTileIterator iterates over the tiles of queries, of all query heads of the group, that see some key of a tile.
 struct QueryTileIterator {
   const AttentionParams& p;
   const Sequence& sequence;
+  QueryPart part;
   int tile, head, end_head;
   Blocks blocks;
   int first_block;
   bool backwards;
 
-  DEVICE QueryTileIterator(const AttentionParams& p, const Work& work, u32 = 0)
+  DEVICE QueryTileIterator(const AttentionParams& p, const Work& work) : QueryTileIterator(p, work, 0, QueryPart(p)) {}
+  DEVICE QueryTileIterator(const AttentionParams& p, const Work& work, u32, const QueryPart& part)
       : p(p),
         sequence(work.sequence),
+        part(part),
         tile(work.tile),
-        head(work.head * group_size(p)),
-        end_head(head + group_size(p)),
+        head(work.head * group_size(p) + part.first_head),
+        end_head(head + part.heads),
         blocks(of_head()),
         first_block(blocks.block),
         backwards(visits_in_reverse(p, work)) {
@@ -128,7 +155,11 @@ struct QueryTileIterator {
   }
 
  private:
-  DEVICE Blocks of_head() const { return blocks_of_queries(p, sequence, head, tile / PAIR, BLOCK_M, PAIR * BLOCK_N); }
+  DEVICE Blocks of_head() const {
+    Blocks all = blocks_of_queries(p, sequence, head, tile / PAIR, BLOCK_M, PAIR * BLOCK_N);
+    part.narrow(all);
+    return all;
+  }
   // tiles_seen() counts the tiles of keys in [begin, end) that the current tile of queries sees. A warp calls it.
   DEVICE int tiles_seen(int begin, int end) const {
     const Mask mask(p, sequence, head);
@@ -162,26 +193,30 @@ struct GroupedQueryTileIterator {
   const Sequence& sequence;
   Blocks blocks;
   int head, end_head, heads;
+  int begin;        // the first of all ROWS tiles, without a window
   int base, step;   // the first of the ROWS tiles that are visited for all heads, and how many steps of them are done
   int left;         // how many such groups of tiles are left, without a window
   int tile_offset;  // the offset by which this block begins with another tile
   bool backwards;
 
-  DEVICE GroupedQueryTileIterator(const AttentionParams& p, const Work& work, u32 round)
+  DEVICE GroupedQueryTileIterator(const AttentionParams& p, const Work& work, u32 round, const QueryPart& part)
       : sequence(work.sequence),
         blocks(blocks_of_queries(p, work.sequence, 0, work.tile / PAIR, BLOCK_M, PAIR * BLOCK_N)),
-        heads(group_size(p)),
+        heads(part.heads),
         step(0) {
+    part.narrow(blocks);
+    begin = part.parts == 1 ? 0 : blocks.block / ROWS * ROWS;
     const bool shared = heads > 1;
     backwards = shared && round % 2 == 0;
     const int tile = work.tile / PAIR;
     tile_offset = shared ? tile / heads : HAS_WINDOW ? 0 : tile * (PAIR * BLOCK_N / BLOCK_M);
-    head = work.head * heads + tile % heads;
-    end_head = (work.head + 1) * heads;
+    const int first_head = work.head * group_size(p) + part.first_head;
+    head = first_head + tile % heads;
+    end_head = first_head + heads;
     base = (backwards ? blocks.end - 1 : blocks.block) / ROWS * ROWS;
-    if (!HAS_WINDOW && !shared) base = tile_offset % larger(blocks.end, 1) / ROWS * ROWS;
+    if (!HAS_WINDOW && !shared) base = begin + tile_offset % larger(blocks.end - begin, 1) / ROWS * ROWS;
     if (blocks.done()) base = blocks.end;
-    left = ceil_div(blocks.end, ROWS);
+    left = ceil_div(blocks.end - begin, ROWS);
     skip();
   }
   DEVICE int block() const { return base + (step + tile_offset) % ROWS; }
@@ -202,7 +237,7 @@ struct GroupedQueryTileIterator {
       step = 0;
       base += backwards ? -ROWS : ROWS;
       left--;
-      if (!HAS_WINDOW && heads == 1 && base >= blocks.end) base = 0;
+      if (!HAS_WINDOW && heads == 1 && base >= blocks.end) base = begin;
     }
   }
   // skip() moves on to the next tile that is to be visited.

@@ -7,7 +7,7 @@ constexpr int FRAGMENT_QUERIES = BLOCK_M;
 #include "../../fragment/gradient_fragment.cuh"
 #include "loader.cuh"
 #include "options.cuh"
-#include "results.cuh"
+#include "key_results.cuh"
 
 constexpr u32 DS_PANEL_BYTES = BLOCK_M * ROW_BYTES, DS_BYTES = PAIR * DS_PANEL_BYTES;
 constexpr int WEIGHT_VECTORS = FRAGMENT / 4;  // vectors of four weights of a thread
@@ -112,11 +112,10 @@ struct Gradient {
   DEVICE void write(const AttentionParams& p, const KeyWork& work, const Tensor<Element>& to, int head_dim, float scale,
                     void* staging) const {
     if (to.data == nullptr) return;
-    const Sequence& s = work.sequence;
     const float factor[2] = {scale, scale};
 #pragma unroll
     for (int piece = 0; piece < PIECES; piece++) {
-      write_results(p, to, s, work.head, piece * WIDTH, work.tile * BLOCK_N + warp_row(), head_dim, x[piece], factor,
+      write_results(p, to, work, piece * WIDTH, work.tile * BLOCK_N + warp_row(), head_dim, x[piece], factor,
                     static_cast<unsigned char*>(staging));
     }
   }

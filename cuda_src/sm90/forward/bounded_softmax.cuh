@@ -136,7 +136,10 @@ struct BoundedSoftmax {
     return grown;
   }
 
-  DEVICE void finish(float sink, float (&inverse)[2], float (&lse)[2]) const { rows.finish(sink, inverse, lse); }
+  template <int N>
+  DEVICE void finish(const float (&sinks)[N], float (&inverse)[2], float (&lse)[2]) const {
+    rows.finish(sinks, inverse, lse);
+  }
 
  private:
   // follow() makes a row's maximum its reference where it exceeds what largest_small allows, and finds the factor for

@@ -1,9 +1,10 @@
 // Forward attention on Hopper (sm_90a) for 16-bit inputs: FlashAttention-3 (Shah et al. 2024), Algorithms 1 and 2. One
 // warp loads tiles by TMA, another is the scheduler, and CONSUMERS warpgroups of 64 queries each compute; thread blocks
-// are persistent and take tile after tile. Decoding needs no kernel of its own: the host passes views in which the
-// query heads of a group are the rows of one head, so that keys are read once. The producers are in forward/loader.cuh,
-// the products in wgmma.cuh, the softmax in ../softmax_fragment.cuh and bounded_softmax.cuh.
+// are persistent and take tile after tile. Decoding needs no kernel of its own: the query heads of a group are rows of
+// one tile (rows.cuh), so that keys are read once. The producers are in forward/loader.cuh, the products in wgmma.cuh,
+// the softmax in ../softmax_fragment.cuh and bounded_softmax.cuh.
 #include "bounded_softmax.cuh"
+#include "epilogue.cuh"
 #include "loader.cuh"
 
 // apply_softcap() and find_slack() do for either kind of softmax what only the other needs, or nothing.
@@ -36,56 +37,17 @@ static_assert(EARLY_POWERS == 0 || (COPIES == 3 && !HAS_DROPOUT), "early powers 
 static_assert(!WAITS_AFTER_POWERS || (COPIES == 1 && !EARLY_QUERIES && !BOUNDED_SCORES), "queries are released once");
 static_assert(TEAMS == 1 || (COPIES == 3 && !PING_PONG && BLOCK_N <= WARPGROUP), "no team waits for another");
 
-// store_rows() is the epilogue by TMA: it writes out * factor for the warp's 16 rows of a tile; rows in [len_q, rows_q)
-// are padding and become 0. The boxes of out_map have 16 rows. Those of row_map have one, for tiles that also hold rows
-// of others: those before first_row() and behind a packed sequence must not be written.
-template <int N>
-DEVICE void store_rows(const AttentionParams& p, const ptx::TensorMap* out_map, const ptx::TensorMap* row_map,
-                       const TileMessage& work, const float (&out)[N], const float (&factor)[2], u32 staging) {
-  constexpr int CHUNK = sizeof(Vector), CHUNKS = ROW_BYTES / CHUNK;
-  constexpr u32 PANEL_BYTES = BLOCK_M * ROW_BYTES;
-  const Sequence& s = work.sequence;
-  u32 own_thread = thread_of_team();
-  ptx::forget(own_thread);
-  const int thread = static_cast<int>(own_thread % WARP);
-  const int warp_rows = static_cast<int>(own_thread) / WARP * ROWS_OF_WARP, row = work.first_of_rows() + warp_rows;
-  const bool used[2] = {row + thread / 4 < s.len_q, row + thread / 4 + 8 < s.len_q};
-  const int from_row = thread % ROWS_OF_WARP, from_chunk = thread / ROWS_OF_WARP;
-  const u32 staged = staging + warp_rows * ROW_BYTES;
-#pragma unroll
-  for (int first_panel = 0; first_panel < PANELS_V; first_panel += STAGING_PANELS) {
-    ptx::bulk_wait_group_read<0>();  // wait until TMA has read what the buffer held before
-    __syncwarp();
-#pragma unroll
-    for (int block = 0; block < STAGING_PANELS * PANEL / 16; block++) {
-      const int first = first_panel * (PANEL / 2) + block * 8;
-      if (first >= N) break;
-      u32 words[4];
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const int e = first + 2 * i;
-        words[i] = used[i % 2] ? packed(Element(), out[e] * factor[i % 2], out[e + 1] * factor[i % 2]) : 0;
-      }
-      ptx::stmatrix_x4(staged + from_row * ROW_BYTES + block / 4 * PANEL_BYTES +
-                           ((2 * (block % 4) + from_chunk) ^ (from_row % CHUNKS)) * CHUNK,
-                       words[0], words[1], words[2], words[3]);
+// clear_rows_of_nobody() makes the rows that no box fills (rows.cuh) zeros, once, as all boxes leave out the same ones.
+DEVICE void clear_rows_of_nobody(const AttentionParams& p, SharedStorage& shared) {
+  if (TileRows(p).rows() == BLOCK_M) return;
+  const auto clear = [](unsigned char* bytes, u32 size) {
+    for (u32 at = threadIdx.x * sizeof(uint4); at < size; at += blockDim.x * sizeof(uint4)) {
+      *reinterpret_cast<uint4*>(bytes + at) = make_uint4(0, 0, 0, 0);
     }
-    ptx::fence_async_shared();
-    __syncwarp();
-    const int batch = batch_of(p, s);
-    const int first_row = work.first_row();
-    const bool whole = row >= first_row && (p.cu_seqlens_q == nullptr || row + ROWS_OF_WARP <= s.rows_q);
-    const int own_row = whole ? 0 : thread;
-    if (whole ? thread == 0 : thread < ROWS_OF_WARP && row + thread >= first_row && row + thread < s.rows_q) {
-      const ptx::TensorMap* map = whole ? out_map : row_map;
-#pragma unroll
-      for (int panel = 0; panel < STAGING_PANELS && first_panel + panel < PANELS_V; panel++) {
-        ptx::tma_store(map, staged + own_row * ROW_BYTES + panel * PANEL_BYTES, (first_panel + panel) * PANEL,
-                       static_cast<int>(s.row_q) + row + own_row, work.head, batch);
-      }
-    }
-    ptx::bulk_commit_group();
-  }
+  };
+  clear(shared.q, sizeof(shared.q));
+  if (HAS_BIAS_TILES || HAS_MASK_TILES) clear(shared.bias_and_mask, sizeof(shared.bias_and_mask));
+  ptx::fence_async_shared();
 }
 
 // consume() is a consumer warpgroup: it computes 64 rows of every tile that it is handed. Its loop over the keys issues
@@ -94,6 +56,7 @@ DEVICE void store_rows(const AttentionParams& p, const ptx::TensorMap* out_map, 
 DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings, int warpgroup,
                     const ptx::TensorMap* out_map, const ptx::TensorMap* row_map) {
   const ProductOrder order(KEYS_IN_REVERSE ? CONSUMERS - 1 - warpgroup : warpgroup);
+  const TileRows rows(p);
   HiddenValues hidden(shared.seen);
   // The scale is converted once where there is a register to hold it: with a bias each step would convert it, and wait
   // for it.
@@ -113,7 +76,8 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings
     const int row_group = warpgroup + work.first_row_group();
     const int first_row = work.first_of_rows() + warpgroup * ROWS_OF_WARPGROUP;
     const int row = first_row + warp_row() + fragment_row();
-    const UnitFragment scores(p, s, work.head, SCALE_ONCE ? scale : static_cast<float>(p.softmax_scale));
+    const OwnRows own(rows, s, work.head, row);
+    const UnitFragment scores(p, s, work.head, rows, own, SCALE_ONCE ? scale : static_cast<float>(p.softmax_scale));
     const SlopeProduct<SLOPE_BY_PRODUCT> slope(scores.units, s, first_row);
     hidden.begin(p, s, scores.mask, work.first_row());
     auto softmax = softmax_of(scores);
@@ -123,7 +87,12 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings
 #pragma unroll
     for (int e = 0; e < HEAD_DIM_V / 2; e++) out[e] = 0;
 
-    const float sink = p.sink == nullptr || work.split() > 0 ? -infinity() : p.sink[work.head];
+    constexpr int SINKS = PACKS_HEADS ? 2 : 1;  // the thread's rows may be of two heads
+    float sink[SINKS];
+#pragma unroll
+    for (int r = 0; r < SINKS; r++) {
+      sink[r] = p.sink == nullptr || work.split() > 0 ? -infinity() : p.sink[own.head(work.head, r)];
+    }
     // `blocks` are the warpgroup's own tiles of keys; before and behind them may be some that only other warpgroups
     // see.
     const ConsumerKeyIterator all(work, work.keys);
@@ -148,13 +117,14 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings
     // for others to clear values. Rows above all keys take it before the tiles of the others, and rows that are not in
     // use behind them; where keys are visited from the last on (KEYS_IN_REVERSE) it is the other way round.
     const auto use_extra_place = [&](bool before_keys) {
-      const bool is_used = HAS_WINDOW && !HIDES_ANYWHERE && first_row < s.len_q;
+      const bool is_used = HAS_WINDOW && !HIDES_ANYWHERE && rows.query(first_row, s.rows_q) < s.len_q;
       if (before_keys != (KEYS_IN_REVERSE ? !is_used : is_used) || !blocks.done() || all.done()) return;
       order.wait();
       order.arrive();
     };
     inverse[0] = inverse[1] = 0;
-    lse[0] = lse[1] = sink;
+    lse[0] = sink[0];
+    lse[1] = sink[SINKS - 1];
     rings.q.wait();
     use_extra_place(true);
     skip_key_tiles(all.next, blocks.done() ? all.end : blocks.next);
@@ -230,7 +200,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings
         if constexpr (HAS_BIAS_TILES) rings.bias.wait();
         scores.apply(x, bits, row, first_key, masked, [&](float (&x)[BLOCK_N / 2], bool masked) {
           if constexpr (HAS_BIAS_TILES) {
-            add_bias_tile(x, rings.bias.buffer(), warpgroup * ROWS_OF_WARPGROUP + warp_row(), p.bias.row_stride == 0,
+            add_bias_tile(x, rings.bias.buffer(), warpgroup * ROWS_OF_WARPGROUP + warp_row(), bias_has_one_row(p),
                           masked);
             __syncwarp();
             rings.bias.release();
@@ -394,7 +364,8 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings
         rings.v.release();
       } while (TEAMS > 1 && blocks.hidden);
       skip_key_tiles(blocks.end, all.end);
-      if (HIDES_ANYWHERE && !recheck && HiddenValues::is_non_finite(out, row, s.len_q)) {
+      if (HIDES_ANYWHERE && !recheck &&
+          HiddenValues::is_non_finite(out, own.query(row, 0), own.query(row, 1), s.len_q)) {
         shared.non_finite[rings.work.stage] = 1;
       }
     }
@@ -402,20 +373,29 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings
     // The epilogue normalises O and writes it with lse, or this split's part of both.
     rescale_kept(p, inverse);
     if constexpr (SPLITS_KEYS) {
-      write_split(p, work, row, out, inverse, lse);
+      write_split(p, work, own, row, out, inverse, lse);
     } else {
       const i64 batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
       if constexpr (STAGING_PANELS > 0) {
-        store_rows(p, out_map, row_map, work, out, inverse, ptx::shared_address(&shared));
+        store_rows(p, out_map, row_map, work, rows, own, out, inverse, ptx::shared_address(&shared));
+      } else if constexpr (PACKS_HEADS) {
+        write_rows(p, work, own, out, inverse);
       } else {
         write_fragment(p.out.at(batch, s.row_q, work.head), p.out.row_stride, row, s.len_q, s.rows_q, p.head_dim_v, out,
                        inverse);
       }
-      if (lane() % 4 < 2) {
+      if constexpr (PACKS_HEADS) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+          const int i = own.queries[r];
+          if (lane() % 4 == r && i < s.rows_q)
+            *p.lse.at(batch, s.row_q + i, own.heads[r]) = i < s.len_q ? lse[r] : -infinity();
+        }
+      } else if (lane() % 4 < 2) {
         const int i = row + 8 * (lane() % 4);
-        const float own = lane() % 4 == 0 ? lse[0] : lse[1];
+        const float own_lse = lane() % 4 == 0 ? lse[0] : lse[1];
         if (i >= work.first_row() && i < s.rows_q)
-          *p.lse.at(batch, s.row_q + i, work.head) = i < s.len_q ? own : -infinity();
+          *p.lse.at(batch, s.row_q + i, work.head) = i < s.len_q ? own_lse : -infinity();
       }
     }
     __syncwarp();
@@ -454,6 +434,7 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__((CONSU
     ptx::fence_mbarrier_init();
   }
   shared.numbers.fill();
+  if constexpr (PACKS_HEADS) clear_rows_of_nobody(p, shared);
   if constexpr (PAIR == 1) {
     __syncthreads();
   } else {
@@ -465,7 +446,8 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__((CONSU
   if (warpgroup == CONSUMERS) {
     ptx::set_registers_fewer<PRODUCER_REGISTERS>();
     const u32 first = CONSUMERS * WARPGROUP + team.number * 2 * WARP;
-    if (threadIdx.x == first) Loader{p, shared, rings, &q_map, &k_map, &v_map, &bias_map, &mask_map}.load_all();
+    if (HAS_PAGES ? threadIdx.x / WARP == first / WARP : threadIdx.x == first)
+      Loader{p, shared, rings, &q_map, &k_map, &v_map, &bias_map, &mask_map, TileRows(p)}.load_all();
     if (threadIdx.x == first + WARP) schedule_tiles(p, shared, rings, team);
   } else {
     ptx::set_registers_more<CONSUMER_REGISTERS>();

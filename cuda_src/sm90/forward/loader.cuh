@@ -2,138 +2,12 @@
 // tile and with each tile of keys, and the two threads that do so. One thread is the scheduler, which finds out which
 // tiles there are; one loads them by TMA. Both run in a warpgroup of their own with few registers (FlashAttention-3,
 // Shah et al. 2024, section 3.1: warp specialisation).
-#include "../hidden_values.cuh"
+#include "pages.cuh"
 #include "scores.cuh"
-
-// A tile of queries consists of WARPGROUPS_PER_TILE times 64 rows, one warpgroup each. With a block mask there may be
-// two teams of warpgroups, with shared memory and loading threads of their own: the first computes whole tiles, the
-// other computes other tiles or, if it is a single warpgroup, other tiles 64 rows at a time. Neither team waits for the
-// other, so a tile begins and ends while the other team multiplies.
-constexpr int WARPGROUPS_PER_TILE = BLOCK_M / ROWS_OF_WARPGROUP;
-static_assert(WARPGROUPS_PER_TILE + SECOND_TEAM_WARPGROUPS == CONSUMERS, "a warpgroup has 64 queries");
-
-// A pair of thread blocks (a cluster) has the two halves of a tile of queries; each loads half of the keys and values
-// for both.
-DEVICE int rank() { return PAIR == 1 ? 0 : static_cast<int>(ptx::cluster_rank()); }
-constexpr int ROWS_OF_TILE = PAIR * BLOCK_M;
+#include "work.cuh"
 
 constexpr u32 BIAS_BYTES = HAS_BIAS_TILES ? BIAS_TILE_BYTES : 0;
 constexpr u32 MASK_BYTES = HAS_MASK_TILES ? BLOCK_M * MASK_ROW_BYTES : 0;
-
-// Team divides the tiles between two teams, so that both end together.
-struct Team {
-  // The second team has OTHERS of each TILES tiles; with a third of them it would end last.
-  static constexpr u32 TILES = 16, OTHERS = 5;
-  int number;
-
-  // units() is how many units of work the team has of `tiles`: whole tiles, or 64 rows of one. tile() is the tile of a
-  // unit.
-  DEVICE u32 units(u32 tiles) const {
-    if (SECOND_TEAM_WARPGROUPS > 1) return (tiles + 1 - number) / 2;
-    const u32 others = TEAMS == 1 ? 0 : tiles * OTHERS / TILES;
-    return number == 0 ? tiles - others : others * WARPGROUPS_PER_TILE;
-  }
-  DEVICE u32 tile(u32 unit) const {
-    if (TEAMS == 1) return unit;
-    if (SECOND_TEAM_WARPGROUPS > 1) return 2 * unit + number;
-    return number == 0 ? unit * TILES / (TILES - OTHERS)
-                       : unit / WARPGROUPS_PER_TILE * TILES / OTHERS + (TILES - 1) / OTHERS;
-  }
-};
-
-// SplitWork is a tile and a share of its keys. Where tiles alone would leave some of the GPU idle, their keys are split
-// (split-KV, as in Flash-Decoding): each split is an attention of its own, and around/reduce.cu merges them.
-struct SplitWork : Work {
-  int split_or_row_group;  // which split of the tile's keys; with teams, which 64 rows of its queries come first
-
-  DEVICE int split() const { return TEAMS == 1 ? split_or_row_group : 0; }
-  DEVICE int first_row_group() const { return TEAMS == 1 ? 0 : split_or_row_group; }
-  // first_of_rows() is the first query of this thread block, counted in its sequence.
-  DEVICE int first_of_rows() const {
-    return tile * ROWS_OF_TILE + rank() * BLOCK_M + first_row_group() * ROWS_OF_WARPGROUP;
-  }
-};
-
-DEVICE u32 num_splits_of(const AttentionParams& p) { return SPLITS_KEYS ? p.splits : 1; }
-
-// blocks_of_split() iterates over the tiles of keys that some query of the tile sees, or over this split of them.
-DEVICE Blocks blocks_of_split(const AttentionParams& p, const SplitWork& work) {
-  Blocks blocks = blocks_of_keys(p, work.sequence, work.head, work.tile, ROWS_OF_TILE, BLOCK_N);
-  if constexpr (SPLITS_KEYS) {
-    const int first = blocks.block, number = larger(blocks.end - first, 0), split = work.split();
-    blocks.block = first + number * split / p.splits;
-    blocks.end = first + number * (split + 1) / p.splits;
-  }
-  return blocks;
-}
-
-// write_split() writes the thread's rows `row` and row + 8 of a split's result, in float32. Packed sequences have one
-// split, and the batch stride is 0.
-DEVICE void write_split(const AttentionParams& p, const SplitWork& work, int row, const float (&out)[HEAD_DIM_V / 2],
-                        const float (&factor)[2], const float (&lse)[2]) {
-  const i64 split = static_cast<i64>(work.sequence.batch) * p.splits + work.split();
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
-    const int i = row + 8 * r;
-    if (i >= work.sequence.rows_q) continue;
-    const bool used = i < work.sequence.len_q;
-    const i64 at = work.sequence.row_q + i;
-    if (lane() % 4 == 0) *p.lse_splits.at(split, at, work.head) = used ? lse[r] : -infinity();
-    float* target = p.out_splits.at(split, at, work.head);
-#pragma unroll
-    for (int e = 2 * r; e < HEAD_DIM_V / 2; e += 4) {
-#pragma unroll
-      for (int side = 0; side < 2; side++) {
-        const int column = fragment_column() + column_offset(e + side);
-        if (column < p.head_dim_v) target[column] = used ? out[e + side] * factor[r] : 0;
-      }
-    }
-  }
-}
-
-// TileMessage is what the scheduler hands to the warpgroups: a tile; whether no key is visible to it (known with a
-// block mask); whether it is a recheck of a tile whose result was not finite (hidden_values.cuh); and the tiles of keys
-// that the whole tile and each warpgroup see. SKIPS_ROWS: the first tile may begin before the sequence does.
-constexpr bool SKIPS_ROWS = HAS_WINDOW && !HAS_OPTIONS && STAGING_PANELS > 0;
-static_assert(!KEYS_IN_REVERSE || (HAS_WINDOW && !HAS_OPTIONS), "keys from the last on need a window and no options");
-struct KeyRange {
-  int begin, end;
-};
-struct TileMessage : SplitWork {
-  bool empty = true, recheck = false;
-  int skipped = 0;  // rows of the first tile that lie before the sequence's first
-  KeyRange keys, own_keys[CONSUMERS];
-
-  DEVICE int first_row() const { return SKIPS_ROWS ? skipped : 0; }
-
-  // fill_last_tile() moves the rows that a tile lacks to the front: the tile that is not full is then the first, which
-  // under a diagonal sees the fewest keys. The sequence begins earlier by rows that nobody writes; the diagonal is
-  // counted from the end, so it stays.
-  DEVICE void fill_last_tile() {
-    Sequence& s = sequence;
-    skipped = ceil_div(s.rows_q, ROWS_OF_TILE) * ROWS_OF_TILE - s.rows_q;
-    s.row_q -= skipped;
-    s.rows_q += skipped;
-    s.len_q += skipped;
-  }
-
-  // find_keys() finds the tiles of keys that the tile and each of its warpgroups see.
-  DEVICE void find_keys(const AttentionParams& p) {
-    if constexpr (SKIPS_ROWS) fill_last_tile();
-    const Blocks blocks = blocks_of_split(p, *this);
-    keys = {blocks.block, blocks.end};
-    if constexpr (!HIDES_ANYWHERE) {
-#pragma unroll 1
-      for (int warpgroup = 0; warpgroup < CONSUMERS; warpgroup++) {
-        const int row_group = (tile * PAIR + rank()) * CONSUMERS + warpgroup;
-        const Blocks own = blocks_of_keys(p, sequence, head, row_group, ROWS_OF_WARPGROUP, BLOCK_N);
-        const bool skips_all = (row_group + 1) * ROWS_OF_WARPGROUP <= skipped;
-        own_keys[warpgroup] = {larger(own.block, keys.begin), skips_all ? 0 : smaller(own.end, keys.end)};
-      }
-    }
-  }
-};
-constexpr int NO_WORK = -2;  // in place of a tile's number: no tile, but the stages are looked at for rechecks
 
 // ConsumerKeyIterator iterates over the tiles of keys as the warpgroups meet them. With a block mask the loading thread
 // says with each tile which one it is, whether it is the last, and what is hidden or to be masked for each 64 rows of
@@ -278,11 +152,16 @@ DEVICE void load_panels(const AnyRing& ring, const ptx::TensorMap* map, int row,
 // load() is the producer's whole step: it waits for the stage, announces its bytes, starts the copies and moves on.
 template <int ROWS, int NUM_PANELS, class AnyRing>
 DEVICE void load(AnyRing& ring, const ptx::TensorMap* map, int row, int head, int batch) {
-  ring.acquire();
-  ring.expect();
-  load_panels<ROWS, NUM_PANELS>(ring, map, row, head, batch);
+  acquire_together(ring);
+  if (leads()) {
+    ring.expect();
+    load_panels<ROWS, NUM_PANELS>(ring, map, row, head, batch);
+  }
   ring.advance();
 }
+
+// bias_has_one_row() tells whether TMA loads one row of the bias for all rows of a tile.
+DEVICE bool bias_has_one_row(const AttentionParams& p) { return !PACKS_HEADS && p.bias.row_stride == 0; }
 
 // The scheduler takes the next tile when KEYS_LEFT tiles of keys of the one before are left to load, so that it goes to
 // whoever is ready first. With two teams of a warpgroup each no register is left to count them.
@@ -291,6 +170,7 @@ constexpr bool COUNTS_LEFT = SECOND_TEAM_WARPGROUPS <= 1;
 
 // schedule_tiles() is the scheduler, a thread of its own so that nobody else waits for its divisions.
 DEVICE void schedule_tiles(const AttentionParams& p, SharedStorage& shared, Rings rings, Team team) {
+  const TileRows rows(p);
   u32 phase = 0;
   // hand_on() hands on a tile. If the tile that was in this stage before needs a recheck, that goes first, and the loop
   // looks for a stage again.
@@ -305,10 +185,10 @@ DEVICE void schedule_tiles(const AttentionParams& p, SharedStorage& shared, Ring
       message.recheck = recheck;
       if (message.tile >= 0) {
         if constexpr (HAS_BLOCK_MASK) {
-          shared.lists[rings.work.stage] = blocks_of_split(p, message);
+          shared.lists[rings.work.stage] = blocks_of_split(p, message, rows);
           message.empty = shared.lists[rings.work.stage].done();
         } else {
-          message.find_keys(p);
+          message.find_keys(p, rows);
         }
       }
       rings.work.publish();
@@ -316,7 +196,8 @@ DEVICE void schedule_tiles(const AttentionParams& p, SharedStorage& shared, Ring
       phase ^= 1;
     } while (recheck);
   };
-  const u32 num_splits = num_splits_of(p), total = team.units(p.num_tiles * num_batch_heads_q(p) * num_splits);
+  const u32 num_splits = num_splits_of(p);
+  const u32 total = team.units(p.num_tiles * num_batch_heads_of(p, num_tile_heads(p)) * num_splits);
   u32 index = blockIdx.x / PAIR;
   // Behind the last tile every stage is looked at once more, as its tile may need a recheck.
   int rechecks_left = HIDES_ANYWHERE ? WORK_STAGES : 0;
@@ -327,10 +208,11 @@ DEVICE void schedule_tiles(const AttentionParams& p, SharedStorage& shared, Ring
     }
     const u32 tile = team.tile(index);
     const SplitWork work = {
-        work_at(p, tile / num_splits),
+        work_at<HAS_PAGES>(p, tile / num_splits, num_tile_heads(p), rows.queries),
         static_cast<int>(SECOND_TEAM_WARPGROUPS == 1 && team.number > 0 ? index % WARPGROUPS_PER_TILE
                                                                         : tile % num_splits)};
-    if (PAIR > 1 || work.first_of_rows() < work.sequence.rows_q) hand_on(work);
+    const int first_query = PACKS_HEADS ? work.tile * rows.queries : work.first_of_rows();
+    if (PAIR > 1 || first_query < work.sequence.rows_q) hand_on(work);
     rings.work.acquire();
     if (rank() == 0) index = next_index(p, index, total, gridDim.x / PAIR, team.number);
     if constexpr (PAIR > 1) {
@@ -363,12 +245,13 @@ struct ListPrefetch {
   StageSlots slots;
 };
 
-// Loader is the loading thread: it brings all operands of all tiles by TMA.
+// Loader is the loading thread, or with pages the loading warp: it brings all operands of all tiles by TMA.
 struct Loader {
   const AttentionParams& p;
   SharedStorage& shared;
   Rings rings;
   const ptx::TensorMap *q_map, *k_map, *v_map, *bias_map, *mask_map;
+  TileRows rows;
   ListPrefetch prefetched = {};
   bool signalled;  // the scheduler knows that the current tile is nearly loaded
 
@@ -381,6 +264,7 @@ struct Loader {
       signalled = false;
       if (!HIDES_ANYWHERE || work.tile != NO_WORK) load_tile(work);
       signal_nearly_loaded(0);
+      if constexpr (HAS_PAGES) __syncwarp();
       rings.work.release();
     }
   }
@@ -389,7 +273,7 @@ struct Loader {
   // signal_nearly_loaded() tells the scheduler once for each tile that few of its keys are left to load.
   DEVICE void signal_nearly_loaded(int keys_left) {
     if (!COUNTS_LEFT || signalled || keys_left > KEYS_LEFT) return;
-    ptx::mbarrier_arrive(ptx::shared_address(&shared.nearly_loaded_barrier));
+    if (leads()) ptx::mbarrier_arrive(ptx::shared_address(&shared.nearly_loaded_barrier));
     signalled = true;
   }
 
@@ -400,31 +284,84 @@ struct Loader {
     const Sequence& s = work.sequence;
     Blocks blocks = HAS_BLOCK_MASK ? shared.lists[rings.work.stage]
                                    : Blocks(work.keys.begin, work.keys.end, p, s, work.head, work.tile);
-    const int head_kv = work.head / group_size(p);
+    const int head_kv = PACKS_HEADS ? work.head : work.head / group_size(p);
     const int batch = batch_of(p, s);
     const int row_k = static_cast<int>(s.row_k);
     bool last = blocks.done();
     if (HAS_BLOCK_MASK && !last) {
       const Mask mask(p, s, work.head);
-      shared.lists[rings.work.stage].list =
-          mask.slots + static_cast<i64>(work.tile) * WARPGROUPS_PER_TILE * p.slot_columns;
+      if constexpr (HAS_PAGES) __syncwarp();  // all lanes have read the list that one of them replaces
+      if (leads()) {
+        shared.lists[rings.work.stage].list =
+            mask.slots + static_cast<i64>(work.tile) * WARPGROUPS_PER_TILE * p.slot_columns;
+      }
+      if constexpr (HAS_PAGES) __syncwarp();
       prefetched = {blocks.list + 1, blocks.left, blocks.end, 0, blocks.block << 1 | blocks.partial};
       look_ahead(work);
     }
-    int block = last ? 0 : load_keys(blocks, work, row_k, head_kv, batch);
-    load<BLOCK_M, PANELS>(rings.q, q_map, static_cast<int>(s.row_q) + work.first_of_rows(), work.head, batch);
+    PagedKeys<HAS_PAGES> pages(p, s);
+    look_up_next(pages, blocks, work);
+    int block = last ? 0 : load_keys(blocks, work, row_k, head_kv, batch, pages);
+    pages.values_next();
+    look_up_next(pages, blocks, work);
+    load_queries(work, batch);
     if (HAS_BLOCK_MASK && !last) look_ahead(work);
     while (!last) {
       if constexpr (SECOND_TEAM_WARPGROUPS > 1) rings.forget(shared);
       signal_nearly_loaded(HAS_BLOCK_MASK ? prefetched.left : blocks.end - blocks.block);
       if constexpr (HAS_BIAS_TILES) load_bias(work, block);
       if constexpr (HAS_MASK_TILES) load_mask(work, block);
-      const int values = row_k + block * BLOCK_N;
+      const int values = block;
       last = HAS_BLOCK_MASK ? prefetched.left == 0 : blocks.done();
-      if (!last) block = load_keys(blocks, work, row_k, head_kv, batch);
-      load<BLOCK_N, PANELS_V>(rings.v, v_map, values, head_kv, batch);
+      if (!last) block = load_keys(blocks, work, row_k, head_kv, batch, pages);
+      if constexpr (HAS_PAGES) {
+        acquire_together(rings.v);
+        if (leads()) rings.v.expect();
+        pages.template load_values<PANELS_V>(rings.v, v_map, values, head_kv);
+        rings.v.advance();
+        pages.values_next();
+        look_up_next(pages, blocks, work);
+      } else {
+        load<BLOCK_N, PANELS_V>(rings.v, v_map, row_k + values * BLOCK_N, head_kv, batch);
+      }
       if (HAS_BLOCK_MASK && !last) look_ahead(work);
     }
+  }
+
+  // load_queries() loads the tile of queries; of several heads a box has some queries, and for each of them all heads.
+  DEVICE void load_queries(const TileMessage& work, int batch) {
+    const int first = static_cast<int>(work.sequence.row_q);
+    if constexpr (!PACKS_HEADS) {
+      load<BLOCK_M, PANELS>(rings.q, q_map, first + work.first_of_rows(), work.head, batch);
+    } else {
+      acquire_together(rings.q);
+      if (leads()) {
+        ptx::mbarrier_arrive_expect(rings.q.full(), PANELS * rows.rows() * ROW_BYTES);
+        const int head = rows.first_head(work.head), row = first + work.tile * rows.queries;
+        load_panels<BLOCK_M, PANELS>(rings.q, q_map, head, row, batch);
+      }
+      rings.q.advance();
+    }
+  }
+
+  // load_scores() starts to load a box of a bias or mask: `keys` are its first column.
+  DEVICE void load_scores(u32 target, const ptx::TensorMap* map, u32 barrier, int keys, const Work& work, int row,
+                          int head, int batch) {
+    if (!leads()) return;
+    if constexpr (PACKS_HEADS) {
+      ptx::tma_load(target, map, barrier, keys, rows.first_head(work.head), work.tile * rows.queries, batch);
+    } else {
+      ptx::tma_load(target, map, barrier, keys, row, head, batch);
+    }
+  }
+
+  // look_up_next() looks up the pages of the keys that come next, if there are any. With a block mask that is known
+  // only when they are loaded.
+  DEVICE void look_up_next(PagedKeys<HAS_PAGES>& pages, const Blocks& blocks, const TileMessage& work) const {
+    if (!HAS_BLOCK_MASK && !blocks.done()) pages.look_up(block_of(blocks, work));
+  }
+  static DEVICE int block_of(const Blocks& blocks, const TileMessage& work) {
+    return KEYS_IN_REVERSE ? work.keys.begin + work.keys.end - 1 - blocks.block : blocks.block;
   }
 
   // look_ahead() begins to read what the next tile of keys needs of the block mask.
@@ -436,12 +373,18 @@ struct Loader {
 
   // load_keys() loads the current tile of keys, and returns its number. With a block mask it also writes what the
   // warpgroups have to know of it.
-  DEVICE int load_keys(Blocks& blocks, const TileMessage& work, int row_k, int head_kv, int batch) {
+  DEVICE int load_keys(Blocks& blocks, const TileMessage& work, int row_k, int head_kv, int batch,
+                       PagedKeys<HAS_PAGES>& pages) {
     if constexpr (HAS_BLOCK_MASK) {
       const int block = prefetched.entry >> 1;
       const bool last = prefetched.left == 1 || prefetched.next_entry >> 1 >= prefetched.end;
-      rings.k.acquire();
-      load_panels<BLOCK_N, PANELS>(rings.k, k_map, row_k + block * BLOCK_N, head_kv, batch);
+      acquire_together(rings.k);
+      if constexpr (HAS_PAGES) {
+        pages.look_up(block);
+        pages.template load_keys<PANELS>(rings.k, k_map, block, head_kv);
+      } else {
+        load_panels<BLOCK_N, PANELS>(rings.k, k_map, row_k + block * BLOCK_N, head_kv, batch);
+      }
       const bool masks_all = needs_mask(block, work);
 #pragma unroll
       for (int row_group = 0; row_group < WARPGROUPS_PER_TILE; row_group++) {
@@ -451,17 +394,26 @@ struct Loader {
           masked |= slot != VISIBLE_SLOT;
           hidden &= slot == HIDDEN_SLOT;
         }
-        shared.entries[rings.k.stage][row_group] = block << 3 | last << 2 | hidden << 1 | masked;
+        if (leads()) shared.entries[rings.k.stage][row_group] = block << 3 | last << 2 | hidden << 1 | masked;
       }
-      shared.slots[rings.k.stage] = prefetched.slots;
-      rings.k.expect();
+      if (leads()) {
+        shared.slots[rings.k.stage] = prefetched.slots;
+        rings.k.expect();
+      }
       rings.k.advance();
       prefetched.left = last ? 0 : prefetched.left - 1;
       return block;
     } else {
-      const int block = KEYS_IN_REVERSE ? work.keys.begin + work.keys.end - 1 - blocks.block : blocks.block;
+      const int block = block_of(blocks, work);
       blocks.advance();
-      load<BLOCK_N, PANELS>(rings.k, k_map, row_k + block * BLOCK_N, head_kv, batch);
+      if constexpr (HAS_PAGES) {
+        acquire_together(rings.k);
+        if (leads()) rings.k.expect();
+        pages.template load_keys<PANELS>(rings.k, k_map, block, head_kv);
+        rings.k.advance();
+      } else {
+        load<BLOCK_N, PANELS>(rings.k, k_map, row_k + block * BLOCK_N, head_kv, batch);
+      }
       return block;
     }
   }
@@ -475,24 +427,25 @@ struct Loader {
 
   // load_mask() loads a tile of the mask; an axis that is broadcast has one place.
   DEVICE void load_mask(const Work& work, int block) {
-    rings.mask.acquire();
-    rings.mask.expect();
-    ptx::tma_load(rings.mask.buffer(), mask_map, rings.mask.full(), block * BLOCK_N, work.tile * BLOCK_M,
-                  p.mask.head_stride == 0 ? 0 : work.head, p.mask.batch_stride == 0 ? 0 : work.sequence.batch);
+    acquire_together(rings.mask);
+    if (leads()) ptx::mbarrier_arrive_expect(rings.mask.full(), (PACKS_HEADS ? rows.rows() : BLOCK_M) * MASK_ROW_BYTES);
+    load_scores(rings.mask.buffer(), mask_map, rings.mask.full(), block * BLOCK_N, work, work.tile * BLOCK_M,
+                p.mask.head_stride == 0 ? 0 : work.head, p.mask.batch_stride == 0 ? 0 : work.sequence.batch);
     rings.mask.advance();
   }
 
   // load_bias() loads a tile of the bias; one that is the same for all queries has one row.
   DEVICE void load_bias(const Work& work, int block) {
-    const bool one_row = p.bias.row_stride == 0;
-    rings.bias.acquire();
-    ptx::mbarrier_arrive_expect(rings.bias.full(), PANELS_BIAS * (one_row ? ROW_BYTES : BIAS_PANEL_BYTES));
+    const bool one_row = bias_has_one_row(p);
+    acquire_together(rings.bias);
+    const u32 bytes = one_row ? ROW_BYTES : PACKS_HEADS ? rows.rows() * ROW_BYTES : BIAS_PANEL_BYTES;
+    if (leads()) ptx::mbarrier_arrive_expect(rings.bias.full(), PANELS_BIAS * bytes);
     const int row = one_row ? 0 : work.tile * BLOCK_M, head = p.bias.head_stride == 0 ? 0 : work.head;
     const int batch = p.bias.batch_stride == 0 ? 0 : work.sequence.batch;
 #pragma unroll
     for (int panel = 0; panel < PANELS_BIAS; panel++) {
-      ptx::tma_load(rings.bias.buffer() + panel * BIAS_PANEL_BYTES, bias_map, rings.bias.full(),
-                    block * BLOCK_N + panel * BIAS_PANEL, row, head, batch);
+      load_scores(rings.bias.buffer() + panel * BIAS_PANEL_BYTES, bias_map, rings.bias.full(),
+                  block * BLOCK_N + panel * BIAS_PANEL, work, row, head, batch);
     }
     rings.bias.advance();
   }

@@ -3,12 +3,13 @@
 // dropout, is found while they are computed. ALiBi without other options is computed by the tensor cores.
 #include "../../fragment/score_fragment.cuh"
 #include "../wgmma.cuh"
+#include "rows.cuh"
 
 // ---- ALiBi by tensor cores. On one side of the diagonal the term is slope * column, up to what depends on the row
 // alone. One more step of 16 in the product of queries and keys adds it, in place of one and a half instructions a
 // score.
 
-constexpr bool SLOPE_BY_PRODUCT = HAS_ALIBI && PLAIN_SCORES && NUM_OPTIONS == 1;
+constexpr bool SLOPE_BY_PRODUCT = HAS_ALIBI && PLAIN_SCORES && NUM_OPTIONS == 1 && !PACKS_HEADS;
 
 // ColumnNumbers are the right factors: a column's number in three places of a row, for three parts of the slope. They
 // lie as atoms of wgmma without a swizzle. The second 8 places, whose left factors are 0, may be whatever is finite:
@@ -120,6 +121,25 @@ DEVICE void hide_by_mask_tile(float (&x)[BLOCK_N / 2], u32 tile, int warp_row) {
   }
 }
 
+// unaligned_mask_word() is Mask::mask_word() for rows that begin anywhere: it reads the aligned words that hold the 32
+// columns, as long as the last of them ends within the row. Beside other options there are no registers for these
+// words.
+DEVICE u32 unaligned_mask_word(const Mask& mask, int i, int j) {
+  constexpr int BYTES = sizeof(u32), NUM_WORDS = WORD / BYTES;
+  const bool in_words = mask.mask_column_stride == 1 && j + WORD + BYTES - 1 <= mask.mask_last_column;
+  if (NUM_OPTIONS > 1 || !in_words) return mask.mask_word(i, j);
+  const u64 address = reinterpret_cast<u64>(mask.mask_row(i) + j);
+  const u32* aligned = reinterpret_cast<const u32*>(address - address % BYTES);
+  const u32 shift = address % BYTES * 8;
+  u32 read[NUM_WORDS + 1], bytes[NUM_WORDS];
+#pragma unroll
+  for (int k = 0; k <= NUM_WORDS; k++) read[k] = aligned[k];
+#pragma unroll
+  for (int k = 0; k < NUM_WORDS; k++) bytes[k] = __funnelshift_r(read[k], read[k + 1], shift);
+  return bits_of(make_uint4(bytes[0], bytes[1], bytes[2], bytes[3]),
+                 make_uint4(bytes[4], bytes[5], bytes[6], bytes[7]));
+}
+
 // FragmentBits holds what does not depend on the products, so that it is found while they are computed.
 struct FragmentBits {
   static constexpr bool HAS_VISIBLE = READS_MASK || HAS_BLOCK_MASK;
@@ -157,15 +177,33 @@ struct UnitFragment : ScoreFragment {
   const AttentionParams& p;
   const Sequence& s;
   const int& head;
+  const TileRows& rows;
+  const OwnRows& own;
   UnitScore units;
+  float slopes[HAS_ALIBI && PACKS_HEADS ? 2 : 1];  // in units, of the thread's two rows
 
-  DEVICE UnitFragment(const AttentionParams& p, const Sequence& s, const int& head, float scale)
-      : ScoreFragment(p, s, head), p(p), s(s), head(head), units(with_scale(score, scale)) {}
+  DEVICE UnitFragment(const AttentionParams& p, const Sequence& s, const int& head, const TileRows& rows,
+                      const OwnRows& own, float scale)
+      : ScoreFragment(p, s, head), p(p), s(s), head(head), rows(rows), own(own), units(with_scale(score, scale)) {
+    if constexpr (HAS_ALIBI && PACKS_HEADS) {
+#pragma unroll
+      for (int r = 0; r < 2; r++) slopes[r] = Score(p, s, own.heads[r]).slope / units.unit;
+    }
+  }
 
   // needs_mask() tells whether the current tile of keys has to be masked for queries [first_row, first_row + rows).
   template <class AnyBlocks>
-  DEVICE bool needs_mask(const AnyBlocks& blocks, int first_row, int rows) const {
+  DEVICE bool needs_mask(const AnyBlocks& blocks, int first_row, int num_rows) const {
     if constexpr (HAS_BLOCK_MASK) return blocks.masked;
+    if constexpr (PACKS_HEADS) {
+      const int first = rows.query(first_row, s.rows_q), last = rows.query(first_row + num_rows - 1, s.rows_q);
+      return needs_mask_of(blocks, first, last + 1 - first);
+    } else {
+      return needs_mask_of(blocks, first_row, num_rows);
+    }
+  }
+  template <class AnyBlocks>
+  DEVICE bool needs_mask_of(const AnyBlocks& blocks, int first_row, int rows) const {
     const int first_key = blocks.block * BLOCK_N;
     // Behind the rule nothing would tell that a bias of -inf met a product of NaN.
     if (HAS_BIAS && HAS_SCORE_MOD) return true;
@@ -215,7 +253,7 @@ struct UnitFragment : ScoreFragment {
     if (!masked) return;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const Range range = columns(row + 8 * r, column);
+      const Range range = columns(own.query(row, r), column);
 #pragma unroll
       for (int e = 2 * r; e < BLOCK_N / 2; e += 4) {
 #pragma unroll
@@ -246,6 +284,7 @@ struct UnitFragment : ScoreFragment {
 
   // add_bias() adds a bias that TMA does not load, element by element.
   DEVICE void add_bias(float (&x)[BLOCK_N / 2], int row, int first_key, bool masked) const {
+    if constexpr (PACKS_HEADS) return add_bias_by_rows(x, first_key + fragment_column(), masked);
     const Score own_score(p, s, head);
     const int column = first_key + fragment_column();
 #pragma unroll
@@ -255,16 +294,47 @@ struct UnitFragment : ScoreFragment {
     }
   }
 
+  // add_bias_by_rows() does so for rows of different heads.
+  DEVICE void add_bias_by_rows(float (&x)[BLOCK_N / 2], int column, bool masked) const {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const Score own_score(p, s, own.head(head, r));
+#pragma unroll
+      for (int e = 2 * r; e < BLOCK_N / 2; e += e % 2 == 0 ? 1 : 3) {
+        const float bias = own_score.bias_at(own.query(0, r), column + column_offset(e));
+        x[e] = masked && bias == -infinity() ? bias : x[e] + bias;
+      }
+    }
+  }
+
   // draw_ahead() draws dropout's random bits of the first EARLY_DRAWS groups of 16 keys while products are computed;
   // drop() draws the others, and sets the dropped weights to 0.
-  using Random = RandomBits<false, BLOCK_N / 2, HAS_DROPOUT ? EARLY_DRAWS : 0>;
+  using Random = RandomBits<false, BLOCK_N / 2, HAS_DROPOUT && !PACKS_HEADS ? EARLY_DRAWS : 0>;
   DEVICE void draw_ahead(Random& random, int row, int first_key) const {
-    if constexpr (HAS_DROPOUT && EARLY_DRAWS > 0) {
+    if constexpr (HAS_DROPOUT && EARLY_DRAWS > 0 && !PACKS_HEADS) {
       random.template draw_ahead<true>(own_dropout(), row, first_key + fragment_column());
     }
   }
   DEVICE void drop(float (&weights)[BLOCK_N / 2], Random& random, int row, int first_key) const {
-    if constexpr (HAS_DROPOUT) random.drop(weights, own_dropout(), row, first_key + fragment_column());
+    if constexpr (HAS_DROPOUT && PACKS_HEADS) {
+      drop_by_rows(weights, first_key + fragment_column());
+    } else if constexpr (HAS_DROPOUT) {
+      random.drop(weights, own_dropout(), row, first_key + fragment_column());
+    }
+  }
+  // drop_by_rows() does so for rows of different heads: each has a call of its own, of whose words one row takes two.
+  DEVICE void drop_by_rows(float (&weights)[BLOCK_N / 2], int column) const {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const Dropout own_dropout(p, s, own.heads[r]);
+      const bool high = own.queries[r] & 8;
+#pragma unroll
+      for (int e = 2 * r; e < BLOCK_N / 2; e += 8) {
+        const uint4 words = own_dropout.words(own.queries[r] & ~8, column + column_offset(e));
+        drop_pair(weights[e], weights[e + 1], high ? words.z : words.x, own_dropout);
+        drop_pair(weights[e + 4], weights[e + 5], high ? words.w : words.y, own_dropout);
+      }
+    }
   }
 
  private:
@@ -299,21 +369,27 @@ struct UnitFragment : ScoreFragment {
 #pragma unroll
     for (int word = 0; word < WORDS; word++) visible[0][word] = visible[1][word] = 0xffffffffu;
     if constexpr (READS_MASK) {
-      u32 own[2] = {};
+      u32 words[2] = {};
       const int j = first_key + lane() % 4 * WORD;
       if (lane() % 4 < WORDS) {
 #pragma unroll
-        for (int r = 0; r < 2; r++) own[r] = own_mask.mask_word(row + 8 * r, j);
+        for (int r = 0; r < 2; r++) {
+          if constexpr (PACKS_HEADS) {
+            words[r] = unaligned_mask_word(Mask(p, s, own.heads[r]), own.queries[r], j);
+          } else {
+            words[r] = own_mask.mask_word(row + 8 * r, j);
+          }
+        }
       }
 #pragma unroll
       for (int word = 0; word < WORDS; word++) {
 #pragma unroll
-        for (int r = 0; r < 2; r++) visible[r][word] = __shfl_sync(ALL_LANES, own[r], lane() / 4 * 4 + word);
+        for (int r = 0; r < 2; r++) visible[r][word] = __shfl_sync(ALL_LANES, words[r], lane() / 4 * 4 + word);
       }
     }
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const Range range = columns(row + 8 * r, first_key);
+      const Range range = columns(own.query(row, r), first_key);
       if (range.begin <= 0 && range.end >= BLOCK_N) continue;
       by_rows = true;
 #pragma unroll
@@ -341,8 +417,20 @@ struct UnitFragment : ScoreFragment {
     for (int i = 0; i < ELEMENT_WORDS; i++) of_elements[i] &= seen[i];
   }
 
+  // add_alibi_by_rows() does what add_alibi() does for rows of different heads.
+  DEVICE void add_alibi_by_rows(float (&x)[BLOCK_N / 2], int first_key) const {
+    const float column = static_cast<float>(fragment_column());
+#pragma unroll
+    for (int e = 0; e < BLOCK_N / 2; e++) {
+      const int r = PACKS_HEADS ? row_offset(e) / 8 : 0;
+      const float distance = static_cast<float>(own.query(0, r) + s.diagonal() - first_key);
+      x[e] -= slopes[r] * fabsf(distance - (column + static_cast<float>(column_offset(e))));
+    }
+  }
+
   // add_alibi() subtracts slope * distance element by element.
   DEVICE void add_alibi(float (&x)[BLOCK_N / 2], float slope, int row, int first_key) const {
+    if constexpr (PACKS_HEADS) return add_alibi_by_rows(x, first_key);
     const float distance = static_cast<float>(row + s.diagonal() - first_key);
     const float column = static_cast<float>(fragment_column());
 #pragma unroll

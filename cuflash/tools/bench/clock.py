@@ -25,7 +25,7 @@ Call = Callable[[], Any]
 
 
 class Timed:
-    """What is timed: a call, or the replay of a graph that holds several and what they returned."""
+    """What is timed: a call, or the replay of a graph of several, with the arrays that these read and returned."""
 
     def __init__(self, call: Call, count: int = 1, kept: Any = None) -> None:
         self.call = call
@@ -125,20 +125,21 @@ class GraphStopwatch(Stopwatch):
 
     def prepared(self, call: Call) -> Timed:
         """Capture some calls into one graph, whose replay is what is timed."""
-        for _ in range(2):
-            call()
+        call()  # compiles
         once = min(self._gpu_times(call, 2, False))
         count = int(np.clip(GRAPH_MS / once, 1, GRAPH_CALLS))
+        kept = [call() for _ in range(count)]  # pools have the memory of all results then: a capture allocates none
+        del kept
         self._stream.synchronize()
         if self._torch is None:
             self._stream.begin_capture()
             kept = [call() for _ in range(count)]
             graph = self._stream.end_capture()
-            return Timed(graph.launch, count, kept)
+            return Timed(graph.launch, count, (call, kept))
         torch_graph = self._torch.cuda.CUDAGraph()
         with self._torch.cuda.graph(torch_graph, stream=self._torch_stream):
             kept = [call() for _ in range(count)]
-        return Timed(torch_graph.replay, count, kept)
+        return Timed(torch_graph.replay, count, (call, kept))
 
     def host_us(self, call: Call) -> float:
         """Measure the time on the host of a call that is repeated."""

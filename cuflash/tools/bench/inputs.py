@@ -33,6 +33,10 @@ WITH_PEERS = ("blocks", "deterministic", "hole", "tf32")
 # By the result's name: max, mean, and max relative to the largest value.
 Errors = dict[str, dict[str, float]]
 
+# Gradients of scores are differences, which may be 0 (where one key has all the weight). An error counts as relative to
+# at least this part of the terms that cancel.
+LEAST_DIFFERENCE = 2.0**-12
+
 SAMPLES = 32
 # Every row and key of sequences up to this length is taken, if their scores with all keys or rows are at most so many.
 SMALL, MOST_SCORES = 1024, 1 << 22
@@ -227,6 +231,9 @@ class Sample:
     dk: np.ndarray
     dv: np.ndarray
     dbias: np.ndarray  # (rows, all keys), of a bias of the scores' whole shape
+    dscore: float  # the largest sum of abs(dout * v), which a score's gradient is a difference of
+    largest_q: float
+    largest_k: float
 
     def forward_errors(self, out: Any) -> Errors:
         """Errors of the sampled rows of out."""
@@ -236,22 +243,24 @@ class Sample:
         """Errors of the sampled rows of dq and dbias, and keys of dk and dv."""
         dq, dk, dv, *dbias = gradients
         kv_head = self.head * self.cell.num_heads_kv // self.cell.num_heads_q
+        least = LEAST_DIFFERENCE * default_scale(self.cell) * self.dscore
         errors = {
-            "dq": _error(self._cut(dq, self.head)[self.rows], self.dq),
-            "dk": _error(self._cut(dk, kv_head)[self.keys], self.dk),
+            "dq": _error(self._cut(dq, self.head)[self.rows], self.dq, least * self.largest_k),
+            "dk": _error(self._cut(dk, kv_head)[self.keys], self.dk, least * self.largest_q),
             "dv": _error(self._cut(dv, kv_head)[self.keys], self.dv),
         }
         if dbias:
-            errors["dbias"] = _error(as_float64(dbias[0][self.batch, self.head])[self.rows], self.dbias)
+            found = as_float64(dbias[0][self.batch, self.head])[self.rows]
+            errors["dbias"] = _error(found, self.dbias, LEAST_DIFFERENCE * self.dscore)
         return errors
 
     def _cut(self, x: Any, head: int) -> np.ndarray:
         return as_float64(x[self.batch, :, head] if x.ndim == 4 else x[self.place, head])
 
 
-def _error(x: np.ndarray, truth: np.ndarray) -> dict[str, float]:
+def _error(x: np.ndarray, truth: np.ndarray, least: float = 0.0) -> dict[str, float]:
     error = np.abs(x - truth)
-    largest = np.abs(truth).max() or 1e-30  # where all is hidden, only 0 is right
+    largest = max(np.abs(truth).max(), least) or 1e-30  # where all is hidden, only 0 is right
     figures = {"max": error.max(), "mean": error.mean(), "of_largest": error.max() / largest}
     return {name: float(figure) if np.isfinite(figure) else float("inf") for name, figure in figures.items()}
 
@@ -292,6 +301,8 @@ def take_sample(inputs: Inputs, given: dict[str, Any], out: Any, lse: Any) -> Sa
     weights /= np.where(total == 0, 1.0, total)
     true_out = (weights * scored.keep) @ v
     dweights = dout[rows] @ v.T * scored.keep
+    terms = np.where(weights > 0, np.abs(dout[rows]) @ np.abs(v.T) * scored.keep, 0.0)
+    cancelling = float(terms.max()), float(np.abs(q).max()), float(np.abs(k).max())
     dscores = weights * (dweights - (dweights * weights).sum(axis=1, keepdims=True))
     dq = (dscores * scored.slopes) @ k
 
@@ -309,7 +320,7 @@ def take_sample(inputs: Inputs, given: dict[str, Any], out: Any, lse: Any) -> Sa
         dweights = dout @ v[keys].T * scored.keep
         dk += (weights * (dweights - delta[:, None]) * scored.slopes).T @ q
         dv += (weights * scored.keep).T @ dout
-    return Sample(batch, head, rows, keys, single, place, true_out, dq, dk, dv, dscores)
+    return Sample(batch, head, rows, keys, single, place, true_out, dq, dk, dv, dscores, *cancelling)
 
 
 def _check_lse(lse: np.ndarray, truth: np.ndarray, cell: Cell) -> None:

@@ -28,7 +28,7 @@ inline double power_of_2(int exponent) {
 // With `depth` products a[i * step_a] * b[i * step_b].
 inline float cut_sum(float sum, const float* a, int step_a, const float* b, int step_b, int depth, int bits,
                      Format format) {
-  const int least = format == Format::kFloat16 ? -14 : -126;
+  const int least = format == Format::kFloat16 ? -14 : format == Format::kE4m3 ? -6 : -126;
   int top = sum == 0 ? INT_MIN : exponent_of(sum, -126);
   float plain = sum;
   for (int i = 0; i < depth; i++) {

@@ -1,4 +1,6 @@
 // Fragments: matrices whose elements are spread over the registers of a warp. With g = lane / 4 and t = lane % 4.
+#include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "cut_sums.h"
@@ -114,20 +116,24 @@ struct MultiplyArgs {
   Format format;
 };
 
-// Element `half` of a register of 16-bit elements.
-float element(unsigned word, int half, Format format) { return to_float(word >> 16 * half, format); }
+// Element `i` of a register, which has two of 16 bits or four codes.
+float element(unsigned word, int i, Format format) {
+  return format == Format::kE4m3 ? e4m3_to_float(word >> 8 * i) : to_float(word >> 16 * i, format);
+}
 
 void multiply_operation(void* const all[32], unsigned) {
   const MultiplyArgs& first = *static_cast<MultiplyArgs*>(all[0]);
   const Format format = first.format;
-  float a[16][16], b[16][8];
+  // A lane has `pack` neighbouring elements of a row of a in a register, and registers with the next 4 * pack columns.
+  const int pack = format == Format::kE4m3 ? 4 : 2, span = 4 * pack;
+  float a[16][32], b[32][8];
   for (int l = 0; l < 32; l++) {
     const MultiplyArgs& args = *static_cast<MultiplyArgs*>(all[l]);
     const int g = l / 4, t = l % 4;
-    for (int r = 0; r < first.depth / 4; r++)
-      for (int h = 0; h < 2; h++) a[g + r % 2 * 8][2 * t + h + r / 2 * 8] = element(args.a[r], h, format);
-    for (int r = 0; r < first.depth / 8; r++)
-      for (int h = 0; h < 2; h++) b[2 * t + h + r * 8][g] = element(args.b[r], h, format);
+    for (int r = 0; r < 2 * first.depth / span; r++)
+      for (int i = 0; i < pack; i++) a[g + r % 2 * 8][pack * t + i + r / 2 * span] = element(args.a[r], i, format);
+    for (int r = 0; r < first.depth / span; r++)
+      for (int i = 0; i < pack; i++) b[pack * t + i + r * span][g] = element(args.b[r], i, format);
   }
   for (int l = 0; l < 32; l++) {
     float* d = static_cast<MultiplyArgs*>(all[l])->d;
@@ -166,6 +172,24 @@ void multiply_double_operation(void* const all[32], unsigned) {
 float to_float(uint16_t bits, Format format) {
   static const HalfTable table;
   return format == Format::kBfloat16 ? from_bits(uint32_t(bits) << 16) : table.values[bits];
+}
+
+float e4m3_to_float(uint8_t code) {
+  const int exponent = code >> 3 & 15, mantissa = code & 7;
+  float size = exponent == 0 ? std::ldexp(float(mantissa), -9) : std::ldexp(8.0f + mantissa, exponent - 10);
+  if ((code & 0x7f) == 0x7f) size = from_bits(0x7fc00000);
+  return std::copysign(size, code & 0x80 ? -1.0f : 1.0f);
+}
+
+uint8_t float_to_e4m3(float x) {
+  const uint8_t sign = std::signbit(x) ? 0x80 : 0;
+  if (std::isnan(x)) return sign | 0x7f;
+  const float size = std::fabs(x);
+  if (size >= 448) return sign | 0x7e;
+  const int exponent = std::max(size == 0 ? -6 : std::ilogb(size), -6);
+  // In units of the last place, of which a normal number has eight or more; sixteen are the next exponent's eight.
+  const int units = int(std::nearbyint(std::ldexp(size, 3 - exponent)));
+  return sign | uint8_t((exponent + 6) * 8 + units);
 }
 
 void load_matrices(unsigned* d, int count, bool transposed, uint32_t address, Where where) {

@@ -4,13 +4,13 @@
 
 namespace cpu_device {
 
-enum class Format { kFloat16, kBfloat16 };
+enum class Format { kFloat16, kBfloat16, kE4m3 };
 
 // fragments.cpp: ldmatrix, stmatrix (count matrices of 8x8 16-bit elements), movmatrix, mma.sync
 void load_matrices(unsigned* d, int count, bool transposed, uint32_t address, Where where);
 void store_matrices(uint32_t address, const unsigned* a, int count, bool transposed, Where where);
 unsigned transpose_matrix(unsigned a, Where where);
-// d (16 x 8) += a (16 x depth) b (depth x 8)
+// d (16 x 8) += a (16 x depth) b (depth x 8); a register has two elements of 16 bits or four e4m3 codes.
 void multiply_fragments(float* d, const unsigned* a, const unsigned* b, int depth, Format format, Where where);
 void multiply_fragments(double* d, double a, double b, Where where);  // m8n8k4
 
@@ -58,5 +58,7 @@ void fence_async_shared();
 unsigned cluster_rank();
 
 float to_float(uint16_t bits, Format format);
+float e4m3_to_float(uint8_t code);
+uint8_t float_to_e4m3(float x);  // to nearest even, saturated
 
 }  // namespace cpu_device

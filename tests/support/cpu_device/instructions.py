@@ -121,6 +121,28 @@ def small_bfloat16_words(rng: np.random.Generator) -> Array:
     return (x.view(np.uint32) >> 16).astype(np.uint16).view(np.uint32)
 
 
+def small_e4m3_words(rng: np.random.Generator) -> Array:
+    """E4m3 codes of -2, -1, -0.5, 0, 0.5, 1 and 2: their products and sums are exact, however few bits sums have."""
+    codes = np.array([0xC0, 0xB8, 0xB0, 0x00, 0x30, 0x38, 0x40], np.uint8)
+    return rng.choice(codes, 4 * WORDS_IN).view(np.uint32)
+
+
+def all_e4m3_words(rng: np.random.Generator) -> Array:
+    """Every e4m3 code beside every other."""
+    codes = np.arange(256, dtype=np.uint8)
+    pairs = np.stack(np.meshgrid(codes, codes), axis=-1).reshape(-1)
+    return np.resize(pairs, 4 * WORDS_IN).view(np.uint32)
+
+
+def e4m3_sized_words(rng: np.random.Generator) -> Array:
+    """Float32 of e4m3's sizes: below and above them, in the middle between two, and none."""
+    x = rng.standard_normal(WORDS_IN) * np.exp2(rng.integers(-14, 11, WORDS_IN))
+    middles = (np.arange(WORDS_IN // 4) % 33 - 16) * np.exp2(rng.integers(-10, 6, WORDS_IN // 4))
+    x[: middles.size] = middles
+    x[-6:] = 448, -464, 465, np.inf, -np.inf, np.nan
+    return x.astype(np.float32).view(np.uint32)
+
+
 def special_float32_words(rng: np.random.Generator) -> Array:
     """Draw float32 of all sizes, with infinities, zeros and subnormals."""
     words = rng.integers(0, 2**32, WORDS_IN, np.uint32)
@@ -181,6 +203,8 @@ def _warp_products() -> list[Case]:
         ),
     }
     cases = [Case(name, "sm_80", head + call + tail, data, tolerance=2e-6) for name, (call, data) in products.items()]
+    call = "ptx::mma_m16n8k32_e4m3(d, a, b);"
+    cases.append(Case("mma_m16n8k32_e4m3", "sm_89", head + call + tail, small_e4m3_words))
     body = """const double* x = reinterpret_cast<const double*>(in);
   double d[2] = {x[128 + lane], x[256 + lane]};
   ptx::mma_m8n8k4_f64(d, x[lane], x[64 + lane]);
@@ -220,6 +244,22 @@ def _numbers() -> list[Case]:
     out[2 * i] = ptx::packed_positive<__half>(x, y), out[2 * i + 1] = ptx::packed_positive<__nv_bfloat16>(x, y);
   }}"""
     cases.append(Case("packed_positive", "sm_80", body, special_float32_words))
+    # The bits of NaN differ between GPUs, so a NaN is told by what it is.
+    body = f"""for (int i = lane; i < {WORDS_IN}; i += 32) {{
+    unsigned halves[2];
+    ptx::halves_of_e4m3(halves, in[i]);
+    for (int k = 0; k < 4; k++) {{
+      const unsigned half = halves[k / 2] >> 16 * (k % 2) & 0xffff;
+      const unsigned known = (half & 0x7fff) > 0x7c00 ? 0xffff : half;
+      out[2 * i + k / 2] |= known << 16 * (k % 2);
+    }}
+  }}"""
+    for arch, variant in (("sm_80", ""), ("sm_89", "_of_sm89")):
+        cases.append(Case(f"halves_of_e4m3{variant}", arch, body, all_e4m3_words))
+    body = f"""for (int i = 4 * lane; i < {WORDS_IN}; i += 128) {{
+    out[i] = ptx::e4m3_of(as_float(in[i]), as_float(in[i + 1]), as_float(in[i + 2]), as_float(in[i + 3]));
+  }}"""
+    cases.append(Case("e4m3_of", "sm_89", body, e4m3_sized_words))
     return cases
 
 

@@ -54,6 +54,9 @@ void mma_m16n8k16(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2],
 inline void mma_m16n8k8_f16(float (&d)[4], const unsigned (&a)[2], unsigned b, Where where = {}) {
   cpu_device::multiply_fragments(d, a, &b, 8, cpu_device::Format::kFloat16, where);
 }
+inline void mma_m16n8k32_e4m3(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], Where where = {}) {
+  cpu_device::multiply_fragments(d, a, b, 32, cpu_device::Format::kE4m3, where);
+}
 inline void mma_m8n8k4_f64(double (&d)[2], double a, double b, Where where = {}) {
   cpu_device::multiply_fragments(d, a, b, where);
 }
@@ -77,6 +80,19 @@ unsigned packed_positive(float low, float high) {
   unsigned y;
   std::memcpy(&y, pair, sizeof(y));
   return y;
+}
+inline void halves_of_e4m3(unsigned (&halves)[2], unsigned codes) {
+  for (int i = 0; i < 2; i++) {
+    __half pair[2];
+    for (int side = 0; side < 2; side++) pair[side] = __half(cpu_device::e4m3_to_float(codes >> (16 * i + 8 * side)));
+    std::memcpy(&halves[i], pair, sizeof(pair));
+  }
+}
+inline unsigned e4m3_of(float x0, float x1, float x2, float x3) {
+  const float x[4] = {x0, x1, x2, x3};
+  unsigned codes = 0;
+  for (int i = 0; i < 4; i++) codes |= unsigned(cpu_device::float_to_e4m3(x[i])) << 8 * i;
+  return codes;
 }
 inline float ex2(float x) { return flushed(std::exp2(flushed(x))); }
 inline float lg2(float x) { return std::log2(flushed(x)); }

@@ -1,0 +1,92 @@
+// Keys and values in pools of pages, as the loader brings them: one box of TMA for each stretch of rows that lies
+// together both in a page and in a tile of keys, so of as many rows as the greatest common divisor of their sizes. The
+// lanes of the loading warp share the boxes of a tile, and each looks its own up in the sequence's table one tile
+// ahead, so that no copy waits for the table.
+#include "../../around/pages.cuh"
+#include "../pipeline.cuh"
+
+static_assert(!HAS_PAGES || PAIR == 1, "a box of a page is loaded for one thread block");
+
+// leads() tells whether the thread announces what the loading warp brings, and starts the copies that are one box. Rows
+// need no table, and one thread loads them.
+DEVICE bool leads() { return !HAS_PAGES || lane() == 0; }
+
+// acquire_together() waits for a ring's buffer. No lane may fall back by more than a step: the phase that it waits for
+// would be over twice.
+template <class AnyRing>
+DEVICE void acquire_together(const AnyRing& ring) {
+  ring.acquire();
+  if constexpr (HAS_PAGES) __syncwarp();
+}
+
+constexpr int BOXES_OF_LANE = HAS_PAGES ? (BLOCK_N + WARP - 1) / WARP : 1;
+
+// TilePages are the pages of the boxes that a lane loads of a tile of keys.
+struct TilePages {
+  int of[BOXES_OF_LANE];
+};
+
+// PagedKeys are the keys of one sequence, and the pages of the tiles whose keys and whose values are loaded next.
+template <bool ON>
+struct PagedKeys {
+  PageTable table;
+  int len_k, box_rows;
+  TilePages of_keys, of_values;
+
+  DEVICE PagedKeys(const AttentionParams& p, const Sequence& s)
+      : table(p, s.batch_or_0()), len_k(s.len_k), box_rows(BLOCK_N) {
+    for (int other = p.page_size; other != 0;) {
+      const int rest = box_rows % other;
+      box_rows = other;
+      other = rest;
+    }
+  }
+
+  // look_up() finds the pages of tile `block`, whose keys come next. Entries beyond the keys in use are not read: their
+  // boxes are those of a page behind the pool, which TMA fills with zeros.
+  DEVICE void look_up(int block) {
+#pragma unroll
+    for (int i = 0; i < BOXES_OF_LANE; i++) {
+      const int row = (lane() + i * WARP) * box_rows, key = block * BLOCK_N + row;
+      of_keys.of[i] = row < BLOCK_N && key < len_k ? table.page_of(key) : table.num_pages;
+    }
+  }
+  // values_next() says that values of the tile come next whose keys have been loaded.
+  DEVICE void values_next() { of_values = of_keys; }
+
+  template <int NUM_PANELS, class AnyRing>
+  DEVICE void load_keys(const AnyRing& ring, const ptx::TensorMap* map, int block, int head) const {
+    load<NUM_PANELS>(ring, map, block, head, of_keys);
+  }
+  template <int NUM_PANELS, class AnyRing>
+  DEVICE void load_values(const AnyRing& ring, const ptx::TensorMap* map, int block, int head) const {
+    load<NUM_PANELS>(ring, map, block, head, of_values);
+  }
+
+ private:
+  // load() starts the copies of tile `block` into the ring's buffer.
+  template <int NUM_PANELS, class AnyRing>
+  DEVICE void load(const AnyRing& ring, const ptx::TensorMap* map, int block, int head, const TilePages& pages) const {
+#pragma unroll
+    for (int i = 0; i < BOXES_OF_LANE; i++) {
+      const int row = (lane() + i * WARP) * box_rows;
+      if (row >= BLOCK_N) break;
+      const int in_page = table.row_of(block * BLOCK_N + row);
+#pragma unroll
+      for (int panel = 0; panel < NUM_PANELS; panel++) {
+        ptx::tma_load(ring.buffer() + (panel * BLOCK_N + row) * ROW_BYTES, map, ring.full(), panel * PANEL, in_page,
+                      head, pages.of[i]);
+      }
+    }
+  }
+};
+template <>
+struct PagedKeys<false> {
+  DEVICE PagedKeys(const AttentionParams&, const Sequence&) {}
+  DEVICE void look_up(int) {}
+  DEVICE void values_next() {}
+  template <int NUM_PANELS, class AnyRing>
+  DEVICE void load_keys(const AnyRing&, const ptx::TensorMap*, int, int) const {}
+  template <int NUM_PANELS, class AnyRing>
+  DEVICE void load_values(const AnyRing&, const ptx::TensorMap*, int, int) const {}
+};

@@ -1,0 +1,118 @@
+// What a thread block of Hopper's forward kernel computes at a time: a tile of queries with all of its keys, or with a
+// split of them, and what the scheduler hands to the warpgroups with it.
+#include "../hidden_values.cuh"
+#include "rows.cuh"
+
+// A tile of queries consists of WARPGROUPS_PER_TILE times 64 rows, one warpgroup each. With a block mask there may be
+// two teams of warpgroups, with shared memory and loading threads of their own: the first computes whole tiles, the
+// other computes other tiles or, if it is a single warpgroup, other tiles 64 rows at a time. Neither team waits for the
+// other, so a tile begins and ends while the other team multiplies.
+constexpr int WARPGROUPS_PER_TILE = BLOCK_M / ROWS_OF_WARPGROUP;
+static_assert(WARPGROUPS_PER_TILE + SECOND_TEAM_WARPGROUPS == CONSUMERS, "a warpgroup has 64 queries");
+
+// A pair of thread blocks (a cluster) has the two halves of a tile of queries; each loads half of the keys and values
+// for both.
+DEVICE int rank() { return PAIR == 1 ? 0 : static_cast<int>(ptx::cluster_rank()); }
+constexpr int ROWS_OF_TILE = PAIR * BLOCK_M;
+
+// Team divides the tiles between two teams, so that both end together.
+struct Team {
+  // The second team has OTHERS of each TILES tiles; with a third of them it would end last.
+  static constexpr u32 TILES = 16, OTHERS = 5;
+  int number;
+
+  // units() is how many units of work the team has of `tiles`: whole tiles, or 64 rows of one. tile() is the tile of a
+  // unit.
+  DEVICE u32 units(u32 tiles) const {
+    if (SECOND_TEAM_WARPGROUPS > 1) return (tiles + 1 - number) / 2;
+    const u32 others = TEAMS == 1 ? 0 : tiles * OTHERS / TILES;
+    return number == 0 ? tiles - others : others * WARPGROUPS_PER_TILE;
+  }
+  DEVICE u32 tile(u32 unit) const {
+    if (TEAMS == 1) return unit;
+    if (SECOND_TEAM_WARPGROUPS > 1) return 2 * unit + number;
+    return number == 0 ? unit * TILES / (TILES - OTHERS)
+                       : unit / WARPGROUPS_PER_TILE * TILES / OTHERS + (TILES - 1) / OTHERS;
+  }
+};
+
+// SplitWork is a tile and a share of its keys. Where tiles alone would leave some of the GPU idle, their keys are split
+// (split-KV, as in Flash-Decoding): each split is an attention of its own, and around/reduce.cu merges them.
+struct SplitWork : Work {
+  int split_or_row_group;  // which split of the tile's keys; with teams, which 64 rows of its queries come first
+
+  DEVICE int split() const { return TEAMS == 1 ? split_or_row_group : 0; }
+  DEVICE int first_row_group() const { return TEAMS == 1 ? 0 : split_or_row_group; }
+  // first_of_rows() is the first query of this thread block, counted in its sequence.
+  DEVICE int first_of_rows() const {
+    return tile * ROWS_OF_TILE + rank() * BLOCK_M + first_row_group() * ROWS_OF_WARPGROUP;
+  }
+};
+
+DEVICE u32 num_splits_of(const AttentionParams& p) { return SPLITS_KEYS ? p.splits : 1; }
+
+// blocks_of_split() iterates over the tiles of keys that some query of the tile sees, or over this split of them.
+DEVICE Blocks blocks_of_split(const AttentionParams& p, const SplitWork& work, const TileRows& rows) {
+  const int queries = PACKS_HEADS ? rows.queries : ROWS_OF_TILE;
+  Blocks blocks = blocks_of_keys(p, work.sequence, work.head, work.tile, queries, BLOCK_N);
+  if constexpr (SPLITS_KEYS) {
+    const int first = blocks.block, number = larger(blocks.end - first, 0), split = work.split();
+    blocks.block = first + number * split / p.splits;
+    blocks.end = first + number * (split + 1) / p.splits;
+  }
+  return blocks;
+}
+
+// TileMessage is what the scheduler hands to the warpgroups: a tile; whether no key is visible to it (known with a
+// block mask); whether it is a recheck of a tile whose result was not finite (hidden_values.cuh); and the tiles of keys
+// that the whole tile and each warpgroup see. SKIPS_ROWS: the first tile may begin before the sequence does.
+constexpr bool SKIPS_ROWS = HAS_WINDOW && !HAS_OPTIONS && STAGING_PANELS > 0 && !PACKS_HEADS;
+static_assert(!KEYS_IN_REVERSE || (HAS_WINDOW && !HAS_OPTIONS), "keys from the last on need a window and no options");
+struct KeyRange {
+  int begin, end;
+};
+struct TileMessage : SplitWork {
+  bool empty = true, recheck = false;
+  int skipped = 0;  // rows of the first tile that lie before the sequence's first
+  KeyRange keys, own_keys[CONSUMERS];
+
+  DEVICE int first_row() const { return SKIPS_ROWS ? skipped : 0; }
+
+  // fill_last_tile() moves the rows that a tile lacks to the front: the tile that is not full is then the first, which
+  // under a diagonal sees the fewest keys. The sequence begins earlier by rows that nobody writes; the diagonal is
+  // counted from the end, so it stays.
+  DEVICE void fill_last_tile() {
+    Sequence& s = sequence;
+    skipped = ceil_div(s.rows_q, ROWS_OF_TILE) * ROWS_OF_TILE - s.rows_q;
+    s.row_q -= skipped;
+    s.rows_q += skipped;
+    s.len_q += skipped;
+  }
+
+  // find_keys() finds the tiles of keys that the tile and each of its warpgroups see.
+  DEVICE void find_keys(const AttentionParams& p, const TileRows& rows) {
+    if constexpr (SKIPS_ROWS) fill_last_tile();
+    const Blocks blocks = blocks_of_split(p, *this, rows);
+    keys = {blocks.block, blocks.end};
+    if constexpr (!HIDES_ANYWHERE && PACKS_HEADS) {
+#pragma unroll 1
+      for (int warpgroup = 0; warpgroup < CONSUMERS; warpgroup++) {
+        const int row = tile * BLOCK_M + warpgroup * ROWS_OF_WARPGROUP, first = rows.query(row, sequence.rows_q);
+        int last = smaller(rows.query(row + ROWS_OF_WARPGROUP - 1, sequence.rows_q), (tile + 1) * rows.queries - 1);
+        last = smaller(last, sequence.len_q - 1);
+        const int begin = range_of_keys(p, sequence, first, 1, BLOCK_N).begin;
+        const int end = last < first ? 0 : range_of_keys(p, sequence, last, 1, BLOCK_N).end;
+        own_keys[warpgroup] = {larger(begin, keys.begin), smaller(end, keys.end)};
+      }
+    } else if constexpr (!HIDES_ANYWHERE) {
+#pragma unroll 1
+      for (int warpgroup = 0; warpgroup < CONSUMERS; warpgroup++) {
+        const int row_group = (tile * PAIR + rank()) * CONSUMERS + warpgroup;
+        const Blocks own = blocks_of_keys(p, sequence, head, row_group, ROWS_OF_WARPGROUP, BLOCK_N);
+        const bool skips_all = (row_group + 1) * ROWS_OF_WARPGROUP <= skipped;
+        own_keys[warpgroup] = {larger(own.block, keys.begin), skips_all ? 0 : smaller(own.end, keys.end)};
+      }
+    }
+  }
+};
+constexpr int NO_WORK = -2;  // in place of a tile's number: no tile, but the stages are looked at for rechecks

@@ -1,0 +1,76 @@
+"""Shares of dk and dv over splits of the queries are added up in one launch, in order, and rounded once."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from cuflash.cuda import device as cuda_device
+from cuflash.cuda.struct import Member, Struct
+from cuflash.gpu.arguments import BoundLaunch
+from cuflash.gpu.axes import CPP_TYPES, FOUR, extents, strides
+from cuflash.gpu.launch import Work
+from cuflash.gpu.params import Arrays
+from cuflash.kept import Kept
+
+_FILE, _ENTRY = "around/sum_splits", "sum_splits"
+_THREADS = 128
+_VECTOR = 4  # columns that a thread sums
+_SUM = np.dtype([("shares", "u8"), ("target", "u8"), ("extents", FOUR), ("strides", FOUR)])
+SPLIT_SUM = Struct(
+    "SplitSumParams",
+    [
+        Member("dk", "SplitSum", _SUM),
+        Member("dv", "SplitSum", _SUM),
+        Member("splits", "i64", np.dtype("i8")),
+    ],
+)
+
+
+class _Launch(BoundLaunch):
+    """A sum's launch; `arrays` has the shares and the targets of dk, of dv, or of both."""
+
+    def __init__(self, device: cuda_device.Device, arrays: Arrays, splits: int) -> None:
+        params = np.zeros(1, SPLIT_SUM.dtype)
+        p = params[0]
+        p["splits"] = splits
+        vectors, words, target = 0, [], None
+        for name in ("dk", "dv"):
+            if name in arrays:
+                target = arrays[name]
+                p[name]["extents"], p[name]["strides"] = extents(target), strides(target)
+                vectors = max(vectors, target.size // _VECTOR)
+        for name in arrays:
+            whole, _, is_shares = name.partition("_")
+            member = _SUM.fields["shares" if is_shares else "target"]  # type: ignore[index]
+            words.append((SPLIT_SUM.offset(whole) + member[1]) // 8)
+        assert target is not None
+        constants: dict[str, str | int] = {"target": CPP_TYPES[target.dtype.name], "threads": _THREADS}
+        kernel = cuda_device.get(_FILE, _ENTRY, constants, device, 0, SPLIT_SUM.headers)
+        launch = kernel.bound((math.ceil(vectors / _THREADS),), (_THREADS,), [params.nbytes], 0)
+        super().__init__((params,), words, launch if vectors else None)
+
+
+_launches: Kept[Any, _Launch] = Kept()
+
+
+def shares_of(work: Work, results: Arrays, splits: int) -> Arrays:
+    """Return arrays for the shares of dk and dv: (splits * batch, seqlen_k, num_heads_kv, head_dim).
+
+    Those of packed sequences are (splits, total_k, num_heads_kv, head_dim).
+    """
+    sizes = {name: x.shape if x.ndim > 3 else (1, *x.shape) for name, x in results.items()}
+    return {name: work.empty((splits * batch, *rest), np.float32) for name, (batch, *rest) in sizes.items()}
+
+
+def add(work: Work, shares: Arrays, results: Arrays, splits: int) -> None:
+    """Write the sums of the shares to `results`."""
+    arrays = {f"{name}_shares": x for name, x in shares.items()} | results
+    key = work.device, splits, tuple([(name, x.dtype, x.shape, x.strides) for name, x in arrays.items()])
+    launch = _launches.get(key)
+    if launch is None:
+        launch = _launches[key] = _Launch(work.device, arrays, splits)
+    launch.enqueue_in_order([work.device.pointer(x) for x in arrays.values()], None, work.device.stream())
+    work.recording.add(launch, arrays)

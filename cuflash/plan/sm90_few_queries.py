@@ -1,0 +1,88 @@
+"""Few queries on Hopper: which tile, and how many splits of the keys, by the time that each is predicted to take.
+
+Such a pass reads its keys once and does little else. It takes as long as the memory needs to deliver them, or as the
+busiest multiprocessor needs for its steps, whichever is longer; splits of the keys make more multiprocessors busy, and
+their merging takes time of its own. The host knows the keys' number as a bound: lengths stay on the device, where the
+splits of each sequence share the tiles of keys that it really has, so that the prediction need only be right for the
+longest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from cuflash.hardware import HALF_BYTES
+from cuflash.plan.sm90_forward import Sm90ForwardConfig
+from cuflash.plan.sm90_times import merging_us, times_of
+from cuflash.problem.attention_problem import AttentionProblem
+
+# Bytes that memory delivers in a microsecond: an H200's. With slower memory more numbers of splits are equally good,
+# and of these the least is taken.
+_BYTES_PER_US = 4.4e6
+_SHORTEST_SPLIT = 128  # keys of a split: the bound for few keys is a launch's time, which no split makes shorter
+_MOST_BLOCKS = 2  # most splits of tiles that a multiprocessor is given
+_SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # numbers that are tried, and what fills the GPU once
+# Predictions that differ by less are the same; then fewer splits win, as their partial results take less memory.
+_EQUAL = 0.02
+
+
+def quickest(
+    problem: AttentionProblem, configs: Iterable[Sm90ForwardConfig], num_sms: int
+) -> tuple[Sm90ForwardConfig, int]:
+    """The kernel among `configs` and the number of splits that are predicted to take the least time."""
+    tried = [(config, n) for config in dict.fromkeys(configs) for n in _numbers_of_splits(problem, config, num_sms)]
+    times = [predicted_us(problem, *choice, num_sms) for choice in tried]
+    bound = min(times) * (1 + _EQUAL)
+    good = [choice for choice, time in zip(tried, times, strict=True) if time <= bound]
+    return min(good, key=lambda choice: choice[1])
+
+
+def predicted_us(problem: AttentionProblem, config: Sm90ForwardConfig, num_splits: int, num_sms: int) -> float:
+    """Microseconds of a pass with so many splits of the keys, merging included and the host's work left out."""
+    times = times_of(config)
+    seen = _keys_seen(problem, config)
+    steps = math.ceil(math.ceil(seen / config.block_n) / num_splits)
+    rounds = math.ceil(_tiles(problem, config) * num_splits / num_sms)
+    computing = rounds * (steps * times.step + times.tile)
+    bytes_of_key = (problem.head_dim + problem.head_dim_v) * HALF_BYTES
+    reading = problem.batch * problem.num_heads_kv * seen * bytes_of_key / _BYTES_PER_US
+    return times.launch + max(computing, reading) + merging_us(_rows(problem), problem.head_dim_v, num_splits)
+
+
+def _numbers_of_splits(problem: AttentionProblem, config: Sm90ForwardConfig, num_sms: int) -> list[int]:
+    tiles, seen = _tiles(problem, config), _keys_seen(problem, config)
+    shortest = max(_SHORTEST_SPLIT, config.block_n)
+    once = max(num_sms // tiles, 1)
+    return sorted(
+        n
+        for n in {*_SPLITS, once}
+        if n == 1 or (tiles * n <= _MOST_BLOCKS * max(num_sms, tiles) and n * shortest <= seen)
+    )
+
+
+def _tiles(problem: AttentionProblem, config: Sm90ForwardConfig) -> int:
+    """Tiles of queries; of packed sequences those of their mean length."""
+    queries = config.queries_of_tile(problem)
+    of_sequence = math.ceil(_per_sequence(problem, problem.seqlen_q) / queries)
+    return max(of_sequence * config.num_heads(problem) * problem.batch, 1)
+
+
+def _keys_seen(problem: AttentionProblem, config: Sm90ForwardConfig) -> int:
+    """Keys that a tile of queries sees, at most; of packed sequences the mean length counts."""
+    keys = _per_sequence(problem, problem.seqlen_k)
+    if problem.pages is not None:  # a table may be much wider than what the pool can hold for each sequence
+        keys = min(keys, math.ceil(problem.pages.num_pages * problem.pages.page_size / problem.batch))
+    keys = max(keys, 1)
+    if problem.window_left is None or problem.window_right is None:
+        return keys
+    of_tile = min(config.queries_of_tile(problem), _per_sequence(problem, problem.seqlen_q))
+    return max(min(keys, problem.window_left + problem.window_right + of_tile), 1)
+
+
+def _rows(problem: AttentionProblem) -> int:
+    return problem.seqlen_q * problem.num_heads_q * (1 if problem.packed else problem.batch)
+
+
+def _per_sequence(problem: AttentionProblem, rows: int) -> int:
+    return math.ceil(rows / max(problem.batch, 1)) if problem.packed else rows
