@@ -12,11 +12,10 @@ from dataclasses import dataclass, fields, replace
 from cuflash.hardware import FLOAT_BYTES, HALF_BYTES, capability_of, smem_limit
 from cuflash.kept import kept
 from cuflash.plan import sm80_forward
-from cuflash.plan.config import CPP_TYPES, flags_of, has_plain_scale, not_taken
+from cuflash.plan.config import CPP_TYPES, flags_of, has_plain_scale, not_taken, with_rules
 from cuflash.plan.sm80_forward import Capability, Sm80QueryConfig, Sm80Row, Sm80Tile, forward_config
 from cuflash.problem.attention_problem import HALF_DTYPES, AttentionProblem
 from cuflash.problem.fp8 import FP8
-from cuflash.rules.form import NO_RULES
 
 FLAG = "has_fp8"
 HANDLES = (*sm80_forward.HANDLES, FLAG)  # the flags that the kernel knows
@@ -101,7 +100,7 @@ def forward(problem: AttentionProblem, aligned: bool, capability: Capability, li
     given = row, problem.dtype, problem.bias_dtype, flags_of(problem), capability, limit
     plain = has_plain_scale(problem)
     config = fp8_config(*given, plain, aligned, problem.block_size, problem.result_dtype)
-    return config if problem.rules == NO_RULES else replace(config, rules=problem.rules)
+    return with_rules(config, problem)
 
 
 def reason(problem: AttentionProblem) -> str:

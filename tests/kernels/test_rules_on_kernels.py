@@ -11,6 +11,7 @@ import pytest
 from cases import gaussian_case
 from cpu_device import device as cpu_device
 from devices import Device, device_of, has_gpu
+from paging import as_paged
 from visibility import hidden_keys
 
 from cuflash.frontend import metadata
@@ -198,6 +199,31 @@ def test_rules_of_wide_heads_on_hopper(name: str, monkeypatch: pytest.MonkeyPatc
         case.assert_forward(out, lse)
         case.assert_gradients(on_place.backward(out, lse), out, lse)
         assert entries_of_launches() >= {"forward_sm90", entry}
+
+
+@pytest.mark.parametrize("seqlens", [(1, 300), (5, 130)], ids=str)
+@pytest.mark.parametrize("name", ["relative", "prefix", "both"])
+def test_few_queries(place: Device, seqlens: tuple[int, int], name: str) -> None:
+    """Few queries over many keys, which take splits and rows of several heads without rules."""
+    options = {name: x for name, x in {**KINDS, **BLOCKS}[name].items() if "lengths" not in name}
+    case = gaussian_case(6, "bfloat16" if place.name != "sm_75" else "float16", seqlens, (4, 1), (64, 64), 2, **options)
+    on_place = case.on(place)
+    out, lse = on_place.forward()
+    case.assert_forward(out, lse)
+    case.assert_gradients(on_place.backward(out, lse), out, lse)
+    assert entries_of_launches().isdisjoint(PORTABLE)
+
+
+@pytest.mark.parametrize("name", ["relative", "prefix", "both"])
+def test_pages(place: Device, name: str) -> None:
+    """Rules see logical keys, wherever these lie in a pool."""
+    options = {name: x for name, x in {**KINDS, **BLOCKS}[name].items() if "lengths" not in name}
+    case = as_paged(gaussian_case(7, "float16", (20, 96), (4, 2), (64, 64), 2), 16, np.random.default_rng(7))
+    case = case.with_options(**options)
+    on_place = case.on(place)
+    out, lse = on_place.forward()
+    case.assert_forward(out, lse)
+    case.assert_gradients(on_place.backward(out, lse), out, lse)
 
 
 def test_a_rule_that_spills_takes_another_tile(place: Device, monkeypatch: pytest.MonkeyPatch) -> None:
