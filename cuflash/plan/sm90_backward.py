@@ -191,8 +191,8 @@ def backward_config(
     if (arrays and len(options) > 2) or (row.entry == NARROW and (len(arrays) > 1 or options > {"has_block_mask"})):
         has_all = row.entry == NARROW and arrays == ARRAYS
         registers = _REGISTERS_OF_ARRAYS if has_all else _REGISTERS_OF_SEVERAL[row.entry]
-    if options & {*OF_RULES}:
-        registers = _REGISTERS_OF_SEVERAL[row.entry]  # the loading warp asks the rules which keys are hidden
+    if options & {*OF_RULES} and row.entry == WIDE:  # the loading warp asks the rules which keys are hidden
+        registers = _REGISTERS_OF_WIDEST if row == BACKWARD[-1] else _REGISTERS_OF_SEVERAL[WIDE]
     masks_in_order = deterministic and options == {"has_mask", "has_block_mask"}
     if row == BACKWARD[-1] and len(options) > 1:
         if "has_bias" in options:

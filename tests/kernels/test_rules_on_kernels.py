@@ -265,8 +265,12 @@ def test_rules(place: Device, dtype: str, name: str) -> None:
         assert ("operand_words" if "deterministic" in OPTIONS[name] else "backward_operands") in entries
 
 
-def test_a_repeated_call_reads_its_operands_anew(place: Device) -> None:
-    """A call that is known again launches the same kernels on what the operands hold now."""
+@pytest.mark.parametrize("least_rows", [1, rule_blocks.LEAST_ROWS])
+def test_a_repeated_call_reads_its_operands_anew(
+    place: Device, least_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call that is known again launches the same kernels on what the operands hold now, hidden tiles included."""
+    monkeypatch.setattr(rule_blocks, "LEAST_ROWS", least_rows)
     operands = np.zeros((4, 5), "float32"), np.array([0, 1], np.int16)
     rules: dict[str, Any] = {"score_mod": gated, "mask_mod": striped, "operands": operands}
     case = gaussian_case(0, "float16", (33, 40), (4, 2), (32, 32), 2, **rules)
