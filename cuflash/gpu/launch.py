@@ -11,7 +11,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
@@ -30,7 +30,6 @@ from cuflash.problem.operands import Operands
 from cuflash.rules.form import NO_RULES, Rules
 
 if TYPE_CHECKING:
-    from cuflash.gpu.rule_blocks import RuleBlocks
     from cuflash.masks.block_mask import BlockMask
 
 _SEED_WORD = word_of("dropout_key")
@@ -154,6 +153,13 @@ class Launch(BoundLaunch):
 _launches: Kept[Any, Launch] = Kept()
 
 
+class BlocksOfRule(Protocol):
+    """What a user's own mask_mod hides, as `gpu.rule_blocks` finds it."""
+
+    def arrays(self, work: Work, kernel: Kernel) -> Arrays:
+        """Return the members of the parameter struct that a kernel reads of a block mask."""
+
+
 class Work:
     """One pass over a problem, which runs its kernels and records them.
 
@@ -175,7 +181,7 @@ class Work:
         self.device = device
         inputs = {name: x for name, x in zip(self._INPUTS, operands, strict=False) if x is not None}
         self.arrays = inputs | arrays
-        self.rule_blocks: RuleBlocks | None = None  # what a mask_mod hides, where that was found (gpu.rule_blocks)
+        self.rule_blocks: BlocksOfRule | None = None  # what a mask_mod hides, where that was found (gpu.rule_blocks)
         self._block_mask = cast("BlockMask | None", operands.block_mask)
         self._of_rules = {operand_name(n): x for n, x in enumerate(operands.of_rules)}
         self._described: Arrays = {}  # the descriptions of these in device memory, once a kernel wants them there
