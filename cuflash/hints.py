@@ -103,6 +103,7 @@ CACHE: Hints = {
     **dict.fromkeys(("block_size", "page_len"), "page_size="),
     **dict.fromkeys(("num_kv_heads", "num_heads", "num_key_value_heads"), "num_heads_kv="),
     **dict.fromkeys(("head_size", "head_dim_qk"), "head_dim="),
+    **dict.fromkeys(("num_cpu_blocks", "num_cpu_pages"), "host_pages="),
     "head_dim_vo": "head_dim_v=",
     "num_hidden_layers": "num_layers=",
     **dict.fromkeys(("kv_cache_dtype", "cache_dtype", "kv_data_type"), "dtype="),

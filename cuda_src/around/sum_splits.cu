@@ -1,7 +1,8 @@
 // sum_splits adds up the float32 shares of dk and dv that splits of the queries wrote, in order, so that results repeat
 // their bits, and rounds the sums once. One launch serves both gradients. The host writes `Target` in front of this
-// text.
+// text. The kernel begins while the one before it ends (programmatic dependent launch).
 #include "../offset_of.cuh"
+#include "../ptx/sm90.cuh"
 #include "four.cuh"
 
 // SplitSum is one gradient.
@@ -41,6 +42,7 @@ DEVICE void sum(const SplitSum& of, i64 index, int splits) {
 
 extern "C" __global__ void __launch_bounds__(THREADS) sum_splits(const SplitSumParams p) {
   const i64 index = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x;
+  ptx::wait_for_kernel_before();
   if (p.dk.target != nullptr) sum(p.dk, index, p.splits);
   if (p.dv.target != nullptr) sum(p.dv, index, p.splits);
 }

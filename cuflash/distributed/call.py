@@ -10,7 +10,7 @@ import numpy as np
 
 from cuflash import interop
 from cuflash.distributed.agreement import Described, agree, check_options, describe, telling
-from cuflash.distributed.checks import check_edges, check_problem, check_residuals
+from cuflash.distributed.checks import check_edges, check_heads, check_problem, check_residuals
 from cuflash.distributed.communicators import Communicator, check_communicator
 from cuflash.distributed.order import Stretch, check_order, length_of, stretches_of
 from cuflash.frontend.call import Backward, Gradients
@@ -37,9 +37,15 @@ class Call:
     options: Options
     edges: list[int] | None  # where packed sequences begin and end
     seqlen: int = 0  # tokens of all ranks, once these have told theirs
+    heads: int = 1  # neighbouring ranks that deal heads among them
+    # Of a ring of groups, whose ranks hold the tokens of their group:
+    rows_by_rank: tuple[tuple[Stretch, ...], ...] | None = None
+    first_head: int = 0  # the whole's query head that is q's first
 
     def stretches(self, rank: int) -> tuple[Stretch, ...]:
         """Return the tokens of a rank."""
+        if self.rows_by_rank is not None:
+            return self.rows_by_rank[rank]
         return stretches_of(self.seqlen, rank, self.comm.world, self.order)
 
     @property
@@ -72,12 +78,13 @@ class Scheme:
         cu_seqlens: Any,
         return_lse: bool,
         options: Mapping[str, Any],
+        heads: int = 1,
     ) -> Any:
         """Return out, or (out, lse), as the caller's kind of arrays."""
         check_communicator(comm)
         return_lse = check_bool("return_lse", return_lse)
         with comm.turn():
-            call, *_ = _prepared(self.name, {"q": q, "k": k, "v": v}, comm, order, cu_seqlens, options)
+            call, *_ = _prepared(self.name, {"q": q, "k": k, "v": v}, comm, order, cu_seqlens, options, None, heads)
             with telling(comm), interop.on_stream_of(call.library, call.q):
                 out, lse = self.forward(call)
                 comm.barrier()
@@ -92,12 +99,13 @@ class Scheme:
         cu_seqlens: Any,
         grads: Sequence[str] | None,
         options: Mapping[str, Any],
+        heads: int = 1,
     ) -> Gradients:
         """Return the gradients as the caller's kind of arrays; `arrays` are q, k, v and the residuals by name."""
         check_communicator(comm)
         what = f"{self.name}_backward"
         with comm.turn():
-            call, residuals, wanted = _prepared(what, arrays, comm, order, cu_seqlens, options, grads)
+            call, residuals, wanted = _prepared(what, arrays, comm, order, cu_seqlens, options, grads, heads)
             with telling(comm), interop.on_stream_of(call.library, call.q):
                 results = self.backward(call, residuals, wanted)
                 comm.barrier()
@@ -113,15 +121,16 @@ class Scheme:
         cu_seqlens: Any,
         return_lse: bool,
         options: Mapping[str, Any],
+        heads: int = 1,
     ) -> tuple[Any, Backward]:
         """Return the result and its gradient function."""
         return_lse = check_bool("return_lse", return_lse)
-        out, lse = self.attention(q, k, v, comm, order, cu_seqlens, True, options)
+        out, lse = self.attention(q, k, v, comm, order, cu_seqlens, True, options, heads)
 
         def backward(dout: Array, dlse: Array | None = None, *, grads: Sequence[str] | None = None) -> Gradients:
             """Return the gradients of this rank's inputs; every rank calls it as often as the others do."""
             arrays = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse, "dlse": dlse}
-            return self.gradients(arrays, comm, order, cu_seqlens, grads, options)
+            return self.gradients(arrays, comm, order, cu_seqlens, grads, options, heads)
 
         return ((out, lse) if return_lse else out), backward
 
@@ -148,6 +157,7 @@ def _prepared(
     cu_seqlens: Any,
     keywords: Mapping[str, Any],
     grads: Sequence[str] | None = None,
+    heads: int = 1,
 ) -> tuple[Call, dict[str, Array | None], frozenset[str]]:
     """Return the call, checked on every rank, the residuals, and the gradients that are wanted."""
 
@@ -162,11 +172,12 @@ def _prepared(
         wanted = check_grads(grads, problem)
         residuals = {name: adopted.get(name) for name in RESIDUALS}
         check_residuals(residuals, problem, edges is not None)
-        call = Call(library, comm, check_order(order), q, k, v, options, edges)
+        call = Call(library, comm, check_order(order), q, k, v, options, edges, heads=check_heads(heads, comm.world))
         described = (
             ("function", what),
             ("length", q.shape[-3]),
             ("order", order),
+            ("heads", heads),
             ("cu_seqlens", edges),
             ("q", (q.dtype.name, q.shape[:-3], q.shape[-2:])),
             ("k", (k.dtype.name, k.shape[-2:])),

@@ -31,6 +31,14 @@ def check_edges(cu_seqlens: Any) -> list[int]:
     return edges
 
 
+def check_heads(heads: object, world: int) -> int:
+    """Return the number of ranks that deal heads among them, which divides that of all ranks."""
+    count = checks.check_int("heads", heads)
+    if count < 1 or world % count:
+        raise ValueError(f"heads: expected a divisor of the {world} ranks, of which so many deal heads, got {count}")
+    return count
+
+
 def check_problem(q: Array, k: Array, v: Array, options: Options, edges: list[int] | None) -> AttentionProblem:
     """Make the problem of this rank's queries and its own keys; for packed arrays that of one sequence.
 

@@ -101,6 +101,53 @@ class Communicator(ABC):
         return received
 
 
+class Group(Communicator):
+    """Some ranks of a communicator, with numbers of their own; each call is made by all of them.
+
+    They hear of failures, wait at barriers and take turns with the ranks of the whole.
+    """
+
+    def __init__(self, whole: Communicator, ranks: Sequence[int]) -> None:
+        super().__init__(list(ranks).index(whole.rank), len(ranks), whole.time_limit, whole.check)
+        self._whole, self._ranks = whole, tuple(ranks)
+
+    def send(self, message: Any, to: int, tag: int = 0) -> None:
+        """Hand arrays to another rank of the group."""
+        self._whole.send(message, self._ranks[to], tag)
+
+    def receive(self, source: int, tag: int = 0) -> Any:
+        """Return the next message of another rank of the group."""
+        return self._whole.receive(self._ranks[source], tag)
+
+    def receive_soon(self, source: int, tag: int = 0) -> Pending:
+        """Return the next message of another rank of the group, which may arrive while this one computes."""
+        return self._whole.receive_soon(self._ranks[source], tag)
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return the values of the group's ranks; all ranks of the whole take part."""
+        told = self._whole.all_gather(value)
+        return [told[rank] for rank in self._ranks]
+
+    def fail(self, error: BaseException) -> None:
+        """Tell all ranks of the whole."""
+        self._whole.fail(error)
+
+    def close(self) -> None:
+        """Leave the whole open, which holds everything."""
+
+    def turn(self) -> AbstractContextManager[None]:
+        """Return the whole's context."""
+        return self._whole.turn()
+
+    def pass_turn(self) -> None:
+        """Let the other ranks of the process enqueue work."""
+        self._whole.pass_turn()
+
+    def barrier(self) -> None:
+        """Wait until every rank of the whole is here."""
+        self._whole.barrier()
+
+
 def check_communicator(comm: object) -> None:
     """Raise TypeError for what is no rank's communicator, such as the list of all that `threads` returns."""
     if not isinstance(comm, Communicator):

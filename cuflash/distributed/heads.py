@@ -7,7 +7,6 @@ sends the results back to the ranks that hold the tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
@@ -15,10 +14,9 @@ import numpy as np
 from cuflash import interop
 from cuflash.distributed.call import Call, Scheme
 from cuflash.distributed.communicators import Communicator
-from cuflash.distributed.order import put_part, take_part
+from cuflash.distributed.dealing import Arrays, Dealing
 from cuflash.frontend.partial import Part
 from cuflash.problem.attention_problem import Place
-from cuflash.problem.heads import Heads
 from cuflash.typing import ArrayT, RankBackward
 
 if TYPE_CHECKING:
@@ -27,24 +25,6 @@ if TYPE_CHECKING:
     from cuflash.problem.options import OptionKeywords
 
 Array = Any
-
-
-def shares_of(num_heads_q: int, num_heads_kv: int, world: int) -> list[Heads]:
-    """Return the heads of every rank, as even as whole KV heads allow.
-
-    KV heads fewer than ranks are replicated: their query heads are dealt to several ranks. A rank may get no head.
-    """
-    group = num_heads_q // num_heads_kv
-    if num_heads_kv >= world:
-        bounds = [num_heads_kv * rank // world for rank in range(world + 1)]
-        return [Heads(a * group, b * group, a, b) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
-    shares = []
-    for kv in range(num_heads_kv):
-        ranks = world * (kv + 1) // num_heads_kv - world * kv // num_heads_kv
-        for i in range(ranks):
-            first, stop = kv * group + group * i // ranks, kv * group + group * (i + 1) // ranks
-            shares.append(Heads(first, stop, kv, kv + (stop > first)))
-    return shares
 
 
 @overload
@@ -251,96 +231,30 @@ def ulysses_attention_vjp(
     return BY_HEADS.vjp(q, k, v, comm, order, cu_seqlens, return_lse, options)
 
 
+def _dealing(call: Call) -> Dealing:
+    return Dealing(call, call.comm, [call.stretches(rank) for rank in range(call.comm.world)], call.seqlen)
+
+
 def _forward(call: Call) -> tuple[Array, Array]:
-    shares = shares_of(call.q.shape[-2], call.k.shape[-2], call.comm.world)
-    q, k, v = _all_tokens(call, shares, {"q": call.q, "k": call.k, "v": call.v}).values()
-    xp, accum = interop.namespace_of(q), call.accum
-    if q.shape[-2]:
-        out, lse = _part(call, shares[call.comm.rank], q, k, v).forward()
-    else:
-        out = xp.empty((*q.shape[:-1], v.shape[-1]), accum)
-        lse = xp.empty((*q.shape[:-3], 0, q.shape[-3]), accum)
-    by_tokens = _to_owners(call, out.astype(call.q.dtype, copy=False), axis=-3)
-    lse_by_tokens = _to_owners(call, lse, axis=-1)
-    return xp.concatenate(by_tokens, axis=-2), xp.concatenate(lse_by_tokens, axis=-2)
+    dealing = _dealing(call)
+    return dealing.forward(lambda q, k, v: _part(dealing, q, k, v).forward())
 
 
 def _backward(call: Call, residuals: Mapping[str, Array | None], wanted: frozenset[str]) -> list[Array | None]:
-    shares = shares_of(call.q.shape[-2], call.k.shape[-2], call.comm.world)
-    own = shares[call.comm.rank]
-    named = {"q": call.q, "k": call.k, "v": call.v, **{name: x for name, x in residuals.items() if x is not None}}
-    whole = _all_tokens(call, shares, named)
-    xp, accum = interop.namespace_of(call.q), call.accum
-    q, k, v = whole["q"], whole["k"], whole["v"]
-    found: dict[str, Array] = {}
-    if q.shape[-2]:
-        part = _part(call, own, q, k, v)
-        found = part.backward(whole["dout"], whole["out"], whole["lse"], whole.get("dlse"), wanted)
-    like = {"q": call.q, "k": call.k, "v": call.v, **call.extras}
-    results: list[Array | None] = []
-    for name, x in like.items():
-        if name not in wanted:
-            results.append(None)
-            continue
-        if name in call.extras:
-            total = xp.zeros(x.shape, accum)
-            if name in found and name.startswith("operand_"):
-                total[...] = found[name]
-            elif name in found:
-                total[..., own.query] = found[name].reshape(total[..., own.query].shape)
-            results.append(call.comm.sum(total).astype(x.dtype, copy=False))
-            continue
-        heads = own.query if name == "q" else own.kv
-        grad = found.get(name, xp.zeros((*whole[name].shape[:-2], heads.stop - heads.start, x.shape[-1]), accum))
-        total = xp.zeros(x.shape, accum)
-        # A KV head that several ranks have read gets a share of its gradient from each.
-        for share, received in zip(shares, _to_owners(call, grad, axis=-3), strict=True):
-            total[..., share.query if name == "q" else share.kv, :] += received
-        results.append(total.astype(x.dtype, copy=False))
-    return results
+    dealing = _dealing(call)
+
+    def compute(whole: Arrays) -> Arrays:
+        part = _part(dealing, whole["q"], whole["k"], whole["v"])
+        return part.backward(whole["dout"], whole["out"], whole["lse"], whole.get("dlse"), wanted)
+
+    return dealing.backward(residuals, wanted, compute)
 
 
-def _part(call: Call, share: Heads, q: Array, k: Array, v: Array) -> Part:
+def _part(dealing: Dealing, q: Array, k: Array, v: Array) -> Part:
     """Make the part of the problem that a rank's heads are."""
-    options = call.options
-    if options.sink is not None:
-        options = replace(options, sink=options.sink[share.query])
-    if options.alibi_slopes is not None:
-        options = replace(options, alibi_slopes=options.alibi_slopes[..., share.query])
-    xp = interop.namespace_of(q)
-    cu_seqlens = None if call.edges is None else xp.asarray(call.edges, np.int32)
-    return Part(q, k, v, options, Place(first_head=share.first), cu_seqlens)
-
-
-def _all_tokens(call: Call, shares: list[Heads], named: dict[str, Array]) -> dict[str, Array]:
-    """Gather all tokens of this rank's heads of each array, in the order of the sequence."""
-    comm = call.comm
-    messages = []
-    for share in shares:
-        of_rank = []
-        for name, x in named.items():
-            heads = share.kv if name in ("k", "v") else share.query
-            of_rank.append(x[..., heads, :])  # heads are the last axis but one of lse, too
-        messages.append(of_rank)
-    received = comm.exchange(messages)
-    own = shares[comm.rank]
-    xp = interop.namespace_of(call.q)
-    whole = {}
-    for index, (name, x) in enumerate(named.items()):
-        heads = own.kv if name in ("k", "v") else own.query
-        is_lse = name in ("lse", "dlse")
-        count = heads.stop - heads.start
-        shape = (*x.shape[:-2], count, call.seqlen) if is_lse else (*x.shape[:-3], call.seqlen, count, x.shape[-1])
-        array = whole[name] = xp.empty(shape, x.dtype)
-        for rank, of_rank in enumerate(received):
-            put_part(array, of_rank[index], call.stretches(rank), axis=-1 if is_lse else -3)
-    return whole
-
-
-def _to_owners(call: Call, x: Array, axis: int) -> list[Array]:
-    """Send the rows of all tokens to the ranks that hold them; return what each rank sent here, in their order."""
-    ranks = range(call.comm.world)
-    return call.comm.exchange([take_part(x, call.stretches(rank), axis) for rank in ranks])
+    edges = dealing.call.edges
+    cu_seqlens = None if edges is None else interop.namespace_of(q).asarray(edges, np.int32)
+    return Part(q, k, v, dealing.options, Place(first_head=dealing.own.first), cu_seqlens)
 
 
 BY_HEADS = Scheme("ulysses_attention", _forward, _backward)

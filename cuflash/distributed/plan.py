@@ -104,7 +104,7 @@ def _time(seconds: float) -> str:
 
 def picture(way: Prediction, machine: Machine) -> list[str]:
     """Draw what a GPU and its link do, and which GPUs belong together."""
-    lines = [f"{way.ring} x {way.heads}: {_who(way, machine)}"]
+    lines = [f"{way.ring} x {way.heads}: {_who(way, machine)}", f"  by {_call_of(way)}"]
     for name, of_pass in (("forward", way.forward), ("backward", way.backward)):
         if way.ring > 1:
             lines += [f"  {name}, each of {way.ring} steps", *_bars(of_pass)]
@@ -124,6 +124,16 @@ def _who(way: Prediction, machine: Machine) -> str:
         where = "within a host" if way.ring * way.heads <= machine.gpus_per_host else "from host to host"
         parts.append(f"keys go around {way.ring} {where}: " + "[GPU] -> [GPU] -> .. -> back")
     return "; ".join(parts)
+
+
+def _call_of(way: Prediction) -> str:
+    """Return the call that computes so."""
+    if way.ring * way.heads == 1:
+        return "attention(q, k, v)"
+    if way.ring == 1:
+        return "ulysses_attention(q, k, v, comm)"
+    grid = f", heads={way.heads}" if way.heads > 1 else ""
+    return f"ring_attention(q, k, v, comm{grid})"
 
 
 def _bars(of_pass: Pass) -> list[str]:

@@ -66,7 +66,7 @@ def regions_of(
     """
     if needs_places:
         return tuple(_visible(own, others, window, edges))
-    if is_same_rank and edges is None and window in ((None, 0), UNBOUNDED):
+    if is_same_rank and edges is None and (window == UNBOUNDED or (window == (None, 0) and _is_ascending(own))):
         rows = Stretch(0, sum(stretch.length for stretch in own), 0, 1)
         return (Region(rows, rows, window == UNBOUNDED),) if rows.length else ()
     found: list[Region] = []
@@ -78,6 +78,12 @@ def regions_of(
     for a, b in pairs:
         found += _visible([a], [b], window, edges)
     return tuple(_joined(found))
+
+
+def _is_ascending(stretches: Sequence[Stretch]) -> bool:
+    """Return True if rows stand in the order of their tokens."""
+    filled = [stretch for stretch in stretches if stretch.length]
+    return all(a.first + (a.length - 1) * a.stride < b.first for a, b in pairwise(filled))
 
 
 @kept

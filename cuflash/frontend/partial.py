@@ -183,8 +183,9 @@ def _problem_of_part(
         is_visible = sees_anything(window, problem.seqlen_q, problem.seqlen_k)
         if sees_everything(window, problem.seqlen_q, problem.seqlen_k):
             window = None, None
-        if place == Place(diagonal=problem.seqlen_k - problem.seqlen_q):
-            place = WHOLE  # every kernel aligns the whole so
+        # Every kernel aligns the whole so. A part at its beginning has the same numbers, but not the same alignment.
+        is_aligned = place == Place(diagonal=problem.seqlen_k - problem.seqlen_q)
+        place = WHOLE if is_aligned else place._replace(is_part=True)
     # A place that nothing depends on is dropped, so that parts which differ in it alone share plans and launches.
     depends = problem.alibi is not None or problem.dropout_p or problem.rules != NO_RULES
     place = place if depends else WHOLE

@@ -199,14 +199,15 @@ PARAMS = Struct(
         _integer("num_query_tiles", "the tiles of queries, where num_tiles counts tiles of keys"),
         _integer(
             "splits",
-            "how many thread blocks share the loop behind one tile of dbias, or the keys of one tile of queries",
+            "how many thread blocks share the loop behind one tile of dbias, or of queries, or of keys",
         ),
+        _integer("head_splits", "into how many of these the query heads of a group are dealt"),
         _integer(
             "num_grouped_heads",
             "the last heads, whose longest tiles come first (sm90/pipeline.cuh)",
         ),
         _integer("operand_bits", "bits of either word of a term (rules/fixed_point.cuh)"),
-        *(_integer(f"place_{name}", "of a part in its whole (problem.Place)") for name in Place._fields),
+        *(_integer(f"place_{name}", "of a part in its whole (problem.Place)") for name in Place().numbers),
         _long("operand_total", "elements of all floating-point operands"),
         _long("doperand_begin", "the first element of doperand among these"),
         _long("doperand_size", "elements of doperand"),
@@ -339,7 +340,7 @@ def folded_axes(x: Array) -> list[tuple[int, int]]:
 
 
 def _fill_operands(p: np.void, problem: AttentionProblem, arrays: Arrays, rules: Rules) -> None:
-    for name, value in problem.place._asdict().items():
+    for name, value in problem.place.numbers.items():
         p[f"place_{name}"] = value
     begins, p["operand_total"] = begins_of_operands(problem)
     if operand_struct(rules) is None:

@@ -49,7 +49,7 @@ class _Launch(BoundLaunch):
         assert target is not None
         constants: dict[str, str | int] = {"target": CPP_TYPES[target.dtype.name], "threads": _THREADS}
         kernel = cuda_device.get(_FILE, _ENTRY, constants, device, 0, SPLIT_SUM.headers)
-        launch = kernel.bound((math.ceil(vectors / _THREADS),), (_THREADS,), [params.nbytes], 0)
+        launch = kernel.bound((math.ceil(vectors / _THREADS),), (_THREADS,), [params.nbytes], 0, begins_early=True)
         super().__init__((params,), words, launch if vectors else None)
 
 

@@ -20,7 +20,7 @@ from cuflash.hardware import ALIGNMENT, HALF_BYTES, WARP
 from cuflash.plan import sm90_backward, sm90_forward, sm90_grid
 from cuflash.plan.portable import types_of
 from cuflash.plan.sm90_forward import Layout, Sm90ForwardConfig
-from cuflash.plan.sm90_query_splits import num_query_splits
+from cuflash.plan.sm90_query_splits import WHOLE_QUERIES, QuerySplits, splits_of
 from cuflash.problem.attention_problem import Array, AttentionProblem
 
 # Up to so many query tiles, the kernel before the gradients ends sooner if it runs on all multiprocessors alone.
@@ -156,7 +156,7 @@ class _OfQueries(WithoutTiles):
     """A kernel of the backward pass whose tiles are queries."""
 
     config: sm90_backward.Sm90BackwardConfig
-    splits: int = 1  # of the queries of a tile of keys
+    splits: QuerySplits = WHOLE_QUERIES
 
     @property
     def smem_bytes(self) -> int:
@@ -165,13 +165,13 @@ class _OfQueries(WithoutTiles):
 
     @property
     def begins_early(self) -> bool:
-        """The kernel begins early: dq of one head is written while other heads are under way."""
-        return self.config.ping_pong and self.entry != sm90_backward.ROWS
+        """The kernel begins early: its blocks are ready when the kernel before ends."""
+        return self.entry != sm90_backward.ROWS
 
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
         """The number of query tiles, by which sums of dq are laid out, and of splits of the queries."""
         tiles = num_tiles(problem, problem.seqlen_q, self.config.block_m)
-        return {"num_query_tiles": tiles, "splits": self.splits}
+        return {"num_query_tiles": tiles, "splits": self.splits.in_all, "head_splits": self.splits.of_heads}
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ class Gradients(_OfQueries):
     def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
         """Numbers of tiles: (of one head, in all, each split as one); those of a pair of thread blocks count as one."""
         tiles = num_tiles(problem, problem.seqlen_k, self.config.block_n * self.config.pair)
-        return tiles, tiles * batch_heads(problem, problem.num_heads_kv) * self.splits
+        return tiles, tiles * batch_heads(problem, problem.num_heads_kv) * self.splits.in_all
 
     def extra_arguments(
         self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int
@@ -258,16 +258,17 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays, adds: bool = False) -
         rows["rows_ready"] = work.empty((WARP,), np.int32)
     work.run(BeforeGradients(sm90_backward.ROWS, config.of_rows), with_dlse | rows | dbias)
     key_grads = results = {f"d{name}": grads[name] for name in ("k", "v") if name in grads}
-    splits = 1 if is_wide or adds or not results else num_query_splits(problem, config, work.device.num_sms)
-    if splits > 1:
+    is_split = not is_wide and not adds and bool(results)
+    splits = splits_of(problem, config, work.device.num_sms) if is_split else WHOLE_QUERIES
+    if splits.in_all > 1:
         config = sm90_backward.with_query_splits(config)
-        key_grads = query_splits.shares_of(work, results, splits)
+        key_grads = query_splits.shares_of(work, results, splits.in_all)
     work.run(Gradients(config.entry, config, splits), _select(arrays, _MAIN_INPUTS) | rows | key_grads | dbias)
     if "q" in grads:
         sums = _select(rows, ("dq_sum", "dq_order"))
         work.run(Dq(sm90_backward.DQ, config.of_rows, splits), _select(arrays, _LENGTHS) | sums | {"dq": grads["q"]})
-    if splits > 1:
-        query_splits.add(work, key_grads, results, splits)
+    if splits.in_all > 1:
+        query_splits.add(work, key_grads, results, splits.in_all)
     done = ("q", "k", "v", "bias") if dbias else ("q", "k", "v")
     return {name: x for name, x in grads.items() if name not in done}
 

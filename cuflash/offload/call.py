@@ -50,6 +50,9 @@ class Call:
     options: Options  # with arrays of q's kind, and scales of keys and values of NumPy
     pieces: tuple[Piece, ...]
     host: HostKeys  # where k and v have the keys of a chunk
+    begins: tuple[int, ...] | None = None  # where the rows of packed sequences begin; their pieces are of one sequence
+    # The keys (first, stop) of each sequence that lie in host memory, where others lie elsewhere.
+    stretches: tuple[tuple[tuple[int, int], ...], ...] | None = None
 
     @property
     def extras(self) -> dict[str, Array]:
@@ -63,6 +66,41 @@ class Call:
         stop = piece.keys if right is None else min(piece.keys, piece.rows + piece.diagonal + right)
         return first, max(first, stop) if piece.rows else first
 
+    def keys_of(self, piece: Piece) -> list[tuple[int, int]]:
+        """The stretches (first, stop) of a piece's keys in host memory that some query may see."""
+        first, stop = self.seen_keys(piece)
+        if self.stretches is None:
+            return [(first, stop)]
+        cut = [(max(a, first), min(b, stop)) for a, b in self.stretches[piece.batch]]
+        return [(a, b) for a, b in cut if a < b]
+
+    def rows_of(self, x: Array, piece: Piece) -> Array:
+        """A piece's rows (sequences, rows, ...) of an array like q or out."""
+        if self.begins is None:
+            return x[piece.batches, : piece.rows]
+        begin = self.begins[piece.batch]
+        return x[None, begin : begin + piece.rows]
+
+    def lse_of(self, x: Array, piece: Piece) -> Array:
+        """A piece's rows (sequences, heads, rows) of an array like lse."""
+        if self.begins is None:
+            return x[piece.batches, :, : piece.rows]
+        begin = self.begins[piece.batch]
+        return x[None, :, begin : begin + piece.rows]
+
+    @property
+    def most_rows(self) -> int:
+        """The most queries of one sequence."""
+        return self.problem.seqlen_q if self.begins is None else max((piece.rows for piece in self.pieces), default=0)
+
+    @property
+    def num_keys(self) -> int:
+        """The keys of all sequences that have queries, whether or not they are in use."""
+        pieces = [piece for piece in self.pieces if piece.rows]
+        if self.stretches is None:
+            return sum(piece.batch_stop - piece.batch for piece in pieces) * self.problem.seqlen_k
+        return sum(b - a for piece in pieces for own in self.stretches[piece.batches] for a, b in own)
+
     @property
     def bytes_per_key(self) -> int:
         """The bytes of one key and its value, of all heads of one sequence."""
@@ -72,9 +110,7 @@ class Call:
 def prepare(q: Any, k: Any, v: Any, keywords: Mapping[str, Any]) -> Call:
     """Check a call; lengths are read here, as only the keys in use are to come over the link."""
     check_names(keywords)
-    for name, x in keywords.items():
-        if name not in SUPPORTED and x is not None:
-            raise NotImplementedError(f"{name}: expected None with keys in host memory, got {_kind(x)}")
+    check_supported(keywords)
     library = interop.library_of("q", q)
     for name, x in (("k", k), ("v", v)):
         if not isinstance(x, np.ndarray):
@@ -104,6 +140,13 @@ def prepare(q: Any, k: Any, v: Any, keywords: Mapping[str, Any]) -> Call:
         table = _on_host(options.block_table)
     host = HostKeys() if problem.pages is None else PooledKeys(problem.pages, table)
     return Call(library, problem, q, k, v, options, pieces, host)
+
+
+def check_supported(keywords: Mapping[str, Any]) -> None:
+    """Raise NotImplementedError for an option whose meaning a chunk's place would change."""
+    for name, x in keywords.items():
+        if name not in SUPPORTED and x is not None:
+            raise NotImplementedError(f"{name}: expected None with keys in host memory, got {_kind(x)}")
 
 
 def _on_host(x: Any) -> Any:
@@ -165,11 +208,17 @@ class Side:
             block_mask=None,
             num_splits=None,
             block_table=None,
-            q_scale=_cut(options.q_scale, "q_scale", chunk),
+            q_scale=self._scale_of_queries(piece),
             **{name: self._scale(getattr(options, name), chunk) for name in _OF_KEYS},
         )
         place = Place(first_k=chunk.first, first_batch=piece.batch, diagonal=piece.diagonal)
-        return Part(self.q[piece.batches, : piece.rows], k, v, own, place)
+        return Part(self.call.rows_of(self.q, piece), k, v, own, place)
+
+    def _scale_of_queries(self, piece: Piece) -> Array | None:
+        scale = self.options.q_scale
+        if scale is None or self.call.begins is None:
+            return None if scale is None else scale[place_in("q_scale", scale.shape, Chunk(piece, 0, 0))]
+        return scale[None] if scale.shape[0] == 1 else self.call.rows_of(scale, piece)
 
     def _scale(self, scale: Array | None, chunk: Chunk) -> Any:
         own = self.call.host.scale(scale, chunk)

@@ -53,11 +53,10 @@ def _forward_of(
     lse = xp.full(problem.lse_shape, -np.inf, np.float64)
     if sink is not None:
         for piece in side.call.pieces:
-            lse[piece.batches, :, : piece.rows] = sink[:, None]
+            side.call.lse_of(lse, piece)[...] = sink[:, None]
     for chunk, results in _results_of(side, chunks):
-        batches, rows = chunk.piece.batches, slice(chunk.piece.rows)
         if results is not None:
-            merge_into(out[batches, rows], lse[batches, :, rows], *results)
+            merge_into(side.call.rows_of(out, chunk.piece), side.call.lse_of(lse, chunk.piece), *results)
         if measurement is not None:
             measurement.chunk_done(side.device, chunk)
     if measurement is not None:
@@ -93,7 +92,7 @@ def _results_of(side: Side, chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, tu
 def _lanes(side: Side) -> int:
     """Return how many chunks are computed at once; one of few queries has a thread for each sequence and KV head."""
     problem = side.call.problem
-    if not side.device.is_host or problem.seqlen_q > _FEW_QUERIES or side.call.host.is_copied:
+    if not side.device.is_host or side.call.most_rows > _FEW_QUERIES or side.call.host.is_copied:
         return 1
     return -(-(os.cpu_count() or 1) // max(1, problem.batch * problem.num_heads_kv))
 
@@ -121,7 +120,7 @@ def backward(
             xp = device.xp
             inside = np.zeros(call.problem.lse_shape, bool)
             for piece in call.pieces:
-                inside[piece.batches, :, : piece.rows] = True
+                call.lse_of(inside, piece)[...] = True
             grads["sink"] = gradient_of_sink(call.options.sink, xp.asarray(inside), residuals)
         for shares in found:
             for name, x in shares.items():
@@ -145,16 +144,18 @@ def _backward_of(
     outbox = Outbox(side.device)
     for chunk, k, v in incoming(side.device, chunks, call.k, call.v, call.host.rows):
         part, piece = side.part(chunk, k, v), chunk.piece
-        rows = piece.batches, slice(piece.rows)
+        q_rows = piece.batches, slice(piece.rows)
         dout, out, lse, dlse = residuals
-        of_lse = [None if x is None else x[piece.batches, :, : piece.rows] for x in (lse, dlse)]
+        of_lse = [None if x is None else call.lse_of(x, piece) for x in (lse, dlse)]
         shares: Grads = {}
         if part.sees_anything:
-            shares = part.backward(dout[rows], out[rows], of_lse[0], of_lse[1], wanted - {"sink"})
+            shares = part.backward(
+                call.rows_of(dout, piece), call.rows_of(out, piece), of_lse[0], of_lse[1], wanted - {"sink"}
+            )
         for name in of_keys.names:
             of_keys.post(outbox, name, chunk, shares.pop(name, None))
         for name, x in shares.items():
-            grads[name][rows if name == "q" else place_in(name, grads[name].shape, chunk)] += x
+            grads[name][q_rows if name == "q" else place_in(name, grads[name].shape, chunk)] += x
         if measurement is not None:
             measurement.chunk_done(side.device, chunk)
     if measurement is not None:
@@ -172,12 +173,16 @@ def _split(call: Call, device: Device, share: Share) -> tuple[list[Chunk], list[
     if call.problem.block_mask:  # the mask's bools of a chunk take memory, too
         of_device, of_cpu = (min(size, CHUNK_BYTES) for size in (of_device, of_cpu))
     for piece in call.pieces:
-        first, stop = call.seen_keys(piece)
-        middle = stop - round(share.of_cpu * (stop - first))
-        for chunks, a, b in ((own, first, middle), (others, middle, stop)):
-            size = of_device if chunks is own else of_cpu
-            found = chunks_of(piece, a, b, call.bytes_per_key, size, call.problem.split_size)
-            chunks.extend(chunk for chunk in found if side.shows(chunk))
+        stretches = call.keys_of(piece)
+        total = sum(b - a for a, b in stretches)
+        left = total - round(share.of_cpu * total)  # keys of the device, which are the first ones
+        for first, stop in stretches:
+            middle = min(stop, first + left)
+            left -= middle - first
+            for chunks, a, b in ((own, first, middle), (others, middle, stop)):
+                size = of_device if chunks is own else of_cpu
+                found = chunks_of(piece, a, b, call.bytes_per_key, size, call.problem.split_size)
+                chunks.extend(chunk for chunk in found if side.shows(chunk))
     return own, others
 
 

@@ -99,18 +99,17 @@ def share_of(call: Call, device: Device, share: float | None, direction: str) ->
     p = call.problem
     if device.is_host or p.split_size is not None:  # a row's bits would depend on a measured one
         return Share(0.0)
-    rows = p.batch * p.seqlen_q
-    keys = sum(piece.batch_stop - piece.batch for piece in call.pieces if piece.rows) * p.seqlen_k
+    rows, keys = call.most_rows, call.num_keys
     if not rows or not keys:
         return Share(0.0)
     number = None if isinstance(call.q, np.ndarray) else call.q.device.id
-    sizes = p.num_heads_q, p.num_heads_kv, p.head_dim, p.head_dim_v, p.dtype, p.seqlen_q.bit_length()
+    sizes = p.num_heads_q, p.num_heads_kv, p.head_dim, p.head_dim_v, p.dtype, rows.bit_length()
     key = (direction, number, *sizes)
     known = _measured.get(key)
     if known is not None:
         return Share(known)
     # Each of these products has a multiplication and an addition for every pair.
-    flops_per_key = _PRODUCTS[direction] * p.num_heads_q * (p.head_dim + p.head_dim_v) * p.seqlen_q
+    flops_per_key = _PRODUCTS[direction] * p.num_heads_q * (p.head_dim + p.head_dim_v) * rows
     trial = min(_TRIAL, _TRIAL_FLOPS / flops_per_key / keys)
     if trial * keys < _LEAST_KEYS:
         if flops_per_key * _LEAST_KEYS > _TRIAL_FLOPS:

@@ -343,8 +343,9 @@ def _of_scores() -> Iterator[tuple[Sm90BackwardConfig, str]]:
         for flags, deterministic in product(((), ("has_window",)), (False, True)):
             yield backward_config(row, dtype, None, flags, deterministic), dtype
     for row, dtype in product(BACKWARD, DTYPES):
-        for flags, deterministic in (((), False), (("has_window",), True), (("has_window", "has_dropout"), False)):
-            yield with_query_splits(backward_config(row, dtype, None, flags, deterministic)), dtype
+        for flags in ((), ("has_dropout",), ("has_window", "has_dropout")):
+            yield with_query_splits(backward_config(row, dtype, None, flags)), dtype
+        yield with_query_splits(backward_config(row, dtype, None, ("has_window",), deterministic=True)), dtype
     for row, dtype in product(BACKWARD, DTYPES):
         for flags in (("has_window", "has_alibi"), ("has_dropout",), ("has_window", "has_dropout")):
             yield backward_config(row, dtype, None, flags), dtype

@@ -8,6 +8,7 @@ float32 shares of dk and dv are added up behind.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from cuflash.hardware import FLOAT_BYTES
 from cuflash.kept import kept
@@ -18,32 +19,58 @@ from cuflash.problem.attention_problem import AttentionProblem
 _PRODUCTS_FLOPS = 10  # of a pair of query and key for each column: five products
 _FLOPS_PER_US = 4e6  # of one multiprocessor
 _TILE_US = 3.0  # the beginning and the end of a tile of keys
-_LAUNCH_US, _BYTES_PER_US = 3.0, 2e6  # of the kernel that adds up shares
+_LAUNCH_US, _BYTES_PER_US = 6.0, 2e6  # of the kernel that adds up shares
 _LEAST_GAIN = 0.92  # of the time without splits, which more splits must stay below
+_MOST_ROUNDS = 8  # of tiles that a multiprocessor takes with splits; more are even enough
+
+
+class QuerySplits(NamedTuple):
+    """How many thread blocks share the queries of a tile of keys."""
+
+    of_heads: int  # parts of the query heads of a group
+    of_rows: int  # parts of each head's tiles of queries
+
+    @property
+    def in_all(self) -> int:
+        """All parts."""
+        return self.of_heads * self.of_rows
+
+
+WHOLE_QUERIES = QuerySplits(1, 1)
 
 
 @kept
-def num_query_splits(problem: AttentionProblem, config: Sm90BackwardConfig, num_sms: int) -> int:
-    """Return the number of splits that take the least time: parts of the group's heads, times parts of each head."""
+def splits_of(problem: AttentionProblem, config: Sm90BackwardConfig, num_sms: int) -> QuerySplits:
+    """Return the splits that take the least time on `num_sms` multiprocessors."""
     takers, columns = num_sms // config.pair, problem.head_dim + problem.head_dim_v
     sequences = problem.batch if problem.packed else 1
     length = math.ceil(problem.seqlen_k / sequences)
     tiles = math.ceil(length / (config.block_n * config.pair)) * problem.num_heads_kv * problem.batch
-    if tiles >= 2 * takers:
-        return 1
-    rows = math.ceil(min(queries_seen(problem), problem.seqlen_q) / sequences / config.block_m)
+    if tiles >= 2 * takers or not tiles:
+        return WHOLE_QUERIES
+    rows = math.ceil(_most_queries(problem) / sequences / config.block_m)
     step_us = _PRODUCTS_FLOPS * config.block_m * config.block_n * columns / 2 / _FLOPS_PER_US
     shares = problem.seqlen_k * problem.num_heads_kv * columns * FLOAT_BYTES * (1 if problem.packed else problem.batch)
 
-    def us(splits: int) -> float:
-        steps = math.ceil(problem.group_size / splits) * rows
-        if splits > problem.group_size:
-            steps = math.ceil(rows / (splits // problem.group_size))
-        adding = _LAUNCH_US + splits * shares / _BYTES_PER_US if splits > 1 else 0.0
-        return math.ceil(tiles * splits / takers) * (_TILE_US + steps * step_us) + adding
+    def us(splits: QuerySplits) -> float:
+        steps = math.ceil(problem.group_size / splits.of_heads) * math.ceil(rows / splits.of_rows)
+        adding = _LAUNCH_US + splits.in_all * shares / _BYTES_PER_US if splits.in_all > 1 else 0.0
+        return math.ceil(tiles * splits.in_all / takers) * (_TILE_US + steps * step_us) + adding
 
+    most = max(_MOST_ROUNDS * takers // tiles, 1)
     # A block mask lists the tiles of queries of each head, which stay together.
-    most = 1 if problem.block_mask else min(rows, math.ceil(takers / max(tiles * problem.group_size, 1)))
-    of_rows = (problem.group_size * parts for parts in range(2, most + 1))
-    best = min((*range(1, problem.group_size + 1), *of_rows), key=us)
-    return best if us(best) < _LEAST_GAIN * us(1) else 1
+    most_of_rows = 1 if problem.block_mask else min(rows, most)
+    found = [
+        QuerySplits(of_heads, of_rows)
+        for of_heads in range(1, min(problem.group_size, most) + 1)
+        for of_rows in range(1, min(most_of_rows, most // of_heads) + 1)
+    ]
+    best = min(found, key=us)
+    return best if us(best) < _LEAST_GAIN * us(WHOLE_QUERIES) else WHOLE_QUERIES
+
+
+def _most_queries(problem: AttentionProblem) -> int:
+    """Return the most queries that see one key, which with a diagonal is the first one."""
+    right = problem.window_right
+    behind = problem.seqlen_q if right is None else min(problem.seqlen_k + right, problem.seqlen_q)
+    return max(min(queries_seen(problem), behind), 0)

@@ -48,6 +48,13 @@ class Place(NamedTuple):
     # The whole's query 0 is aligned to this key: seqlen_k - seqlen_q of the whole. Windows and ALiBi count from it;
     # dropout counts from ``first_q`` alone.
     diagonal: int = 0
+    # It tells a part from the whole where all numbers are those of the whole: only its first query and key are aligned.
+    is_part: bool = False
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """What kernels are told of it, by name."""
+        return {name: value for name, value in self._asdict().items() if name != "is_part"}
 
 
 WHOLE = Place()

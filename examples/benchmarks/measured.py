@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import curves
+import numpy as np
 import pages
-from recorded import US, towards
+from recorded import US, geometric_mean, milliseconds, of_fastest, towards
 
 from cuflash.tools.bench.records import Record
 from cuflash.tools.bench.records import read as read_record
+from cuflash.tools.bench.report import QUANTILES, SHORT_US, WORST
 
 Figures = dict[str, Any]
 
@@ -200,4 +202,29 @@ def mytorch(folder: Path) -> str:
     )
 
 
-SECTIONS = {"gpt2": gpt2, "loss": loss, "moved": moved, "mytorch": mytorch}
+def random_shapes(folder: Path) -> str:
+    """Quantiles of the speed on shapes drawn at random over the fastest peer's, and the shapes where it is least."""
+    record = read(folder, "random_shapes")
+    if record is None:
+        return "Not recorded yet.\n"
+    rows = [["direction", "time", "shapes", "geometric mean", *(f"{q}%" for q in QUANTILES)]]
+    slowest = [["direction", "shape", *(f"{name}, us" for name in (US, "fa3", "cudnn")), "of the fastest peer"]]
+    for direction in ("forward", "backward"):
+        rated = [r for r in record.cells if r["direction"] == direction and r["speed_of_fastest_peer"]]
+        for name, is_short in ((f"above {SHORT_US} us", False), (f"up to {SHORT_US} us", True)):
+            ratios = [of_fastest(r) for r in rated if (1e3 * milliseconds(r) <= SHORT_US) == is_short]
+            if ratios:
+                quantiles = (towards(float(x), 2) for x in np.percentile(ratios, QUANTILES))
+                rows.append(
+                    [direction, name, str(len(ratios)), towards(geometric_mean(ratios), 2), *map(str, quantiles)]
+                )
+        for r in sorted(rated, key=of_fastest)[:WORST]:
+            times = [
+                f"{1e3 * milliseconds(r, name):.1f}" if name in r["peers"] else "-" for name in (US, "fa3", "cudnn")
+            ]
+            slowest.append([direction, r["cell"]["name"], *times, towards(of_fastest(r), 2)])
+    seed = f"The seed is {record.facts['seed']}; times are of the device, in CUDA graphs."
+    return f"{pages.origin(record.facts)} {seed}\n\n{pages.table(rows)}\n{pages.table(slowest)}"
+
+
+SECTIONS = {"random": random_shapes, "gpt2": gpt2, "loss": loss, "moved": moved, "mytorch": mytorch}

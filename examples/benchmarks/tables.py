@@ -65,16 +65,20 @@ COUNTERS_HEAD = """From [counters.jsonl](counters.jsonl).
 By ncu, of the cell with the best and the worst ratio to its fastest peer; of a pass the kernel that takes longest. A
 stall is how many warps wait for that reason whenever an instruction is issued; the three largest are shown.
 """
+BOTH = ("forward", "backward")
 # What `bench --json`, `host.py`, `errors.py` and `counters.py` call themselves.
 COMMANDS = ("bench", "host", "errors", "counters")
 
 
 def load(folder: Path) -> list[Recorded]:
-    """All files that `python -m cuflash bench`, `errors.py` and the like wrote on a GPU, each with its facts."""
+    """All files that `python -m cuflash bench`, `errors.py` and the like wrote on a GPU, each with its facts.
+
+    Cells that were drawn from a seed stand in docs/measured.md alone.
+    """
     recorded = []
     for path in sorted(folder.glob("*.jsonl")):
         facts, cells = records.read(path)
-        if facts.get("command") in COMMANDS and "gpu" in facts:
+        if facts.get("command") in COMMANDS and "gpu" in facts and "seed" not in facts:
             recorded.append(Recorded((path.name,), facts, {facts["command"]: cells}))
     return merged(recorded)
 
@@ -284,6 +288,14 @@ def readme_section(recorded: Sequence[Recorded], folder: Path = RESULTS) -> str:
         gpu = facts["gpu"].removeprefix("NVIDIA ").split()[0]
         what = "bfloat16, at random, too small to fill the GPU"
         rows.append([what, gpu, fastest, str(len(found)), _spread(found), "-"])
+    drawn = folder / "random_shapes.jsonl"
+    if drawn.exists():
+        facts, cells = records.read(drawn)
+        rated = [r for r in cells if r["speed_of_fastest_peer"]]
+        both = [[of_fastest(r) for r in rated if r["direction"] == direction] for direction in BOTH]
+        gpu = facts["gpu"].removeprefix("NVIDIA ").split()[0]
+        count = str(max(map(len, both)))
+        rows.append(["bfloat16, shapes drawn at random", gpu, fastest, count, *map(_spread, both)])
     return pages.table(rows)
 
 

@@ -16,6 +16,7 @@ from cpu_device.device import CpuDevice
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from rank_cases import alone, assert_same, errors_of, make_arrays, problems, spread
 from strategies import examples
 
 import cuflash
@@ -26,124 +27,10 @@ from cuflash.distributed.order import ORDERS, length_of, stretches_of
 from cuflash.distributed.regions import regions_of
 
 Array = NDArray[Any]
-SCHEMES = {
+SCHEMES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "ring": (distributed.ring_attention_vjp, distributed.ring_attention_backward),
     "ulysses": (distributed.ulysses_attention_vjp, distributed.ulysses_attention_backward),
 }
-
-
-def errors_of(world: int, work: Callable[[Communicator], Any], **options: Any) -> list[BaseException | None]:
-    """Return what every rank raised."""
-
-    def caught(comm: Communicator) -> BaseException | None:
-        try:
-            work(comm)
-        except Exception as error:
-            return error
-        return None
-
-    return run(world, caught, **options)
-
-
-def spread(
-    name: str, world: int, order: str, arrays: dict[str, Array], packed: bool, options: dict[str, Any]
-) -> dict[str, Array]:
-    """Return whole results of a distributed call on whole arrays."""
-    make, _ = SCHEMES[name]
-    axis = 0 if packed else 1
-
-    def work(comm: Communicator) -> dict[str, Array]:
-        parts = {
-            key: distributed.shard(x, comm, order, axis) for key, x in arrays.items() if key in ("q", "k", "v", "dout")
-        }
-        dlse = distributed.shard(arrays["dlse"], comm, order, axis=-1)
-        (out, lse), backward = make(parts["q"], parts["k"], parts["v"], comm, order=order, return_lse=True, **options)
-        grads = backward(parts["dout"], dlse)
-        names = ("dq", "dk", "dv")
-        whole = {"out": distributed.unshard(out, comm, order, axis), "lse": distributed.unshard(lse, comm, order, -1)}
-        whole |= {n: distributed.unshard(x, comm, order, axis) for n, x in zip(names, grads, strict=False)}
-        return whole | {f"extra{i}": x for i, x in enumerate(grads[3:])}
-
-    results = run(world, work)
-    for other in results[1:]:
-        for key, x in results[0].items():
-            np.testing.assert_array_equal(x, other[key])
-    found: dict[str, Array] = results[0]
-    return found
-
-
-def alone(arrays: dict[str, Array], options: dict[str, Any], edges: Array | None) -> dict[str, Array]:
-    """Return the results of one device."""
-    q, k, v, dout, dlse = (arrays[key] for key in ("q", "k", "v", "dout", "dlse"))
-    if edges is None:
-        (out, lse), backward = cuflash.attention_vjp(q, k, v, return_lse=True, **options)
-    else:
-        (out, lse), backward = cuflash.attention_varlen_vjp(q, k, v, edges, edges, return_lse=True, **options)
-    grads = backward(dout, dlse)
-    names = ("dq", "dk", "dv", *(f"extra{i}" for i in range(len(grads) - 3)))
-    return {"out": out, "lse": lse, **dict(zip(names, grads, strict=True))}
-
-
-def make_arrays(
-    rng: np.random.Generator, seqlen: int, heads: tuple[int, int], batch: int | None, dtype: str, dims: tuple[int, int]
-) -> dict[str, Array]:
-    lead = () if batch is None else (batch,)
-    shapes = {
-        "q": (*lead, seqlen, heads[0], dims[0]),
-        "k": (*lead, seqlen, heads[1], dims[0]),
-        "v": (*lead, seqlen, heads[1], dims[1]),
-        "dout": (*lead, seqlen, heads[0], dims[1]),
-    }
-    arrays = {name: gaussian(rng, shape, dtype) for name, shape in shapes.items()}
-    return arrays | {"dlse": rng.standard_normal((*lead, heads[0], seqlen)).astype(accum_dtype(arrays["q"].dtype))}
-
-
-def assert_same(found: dict[str, Array], expected: dict[str, Array], rounding: float) -> None:
-    assert found.keys() == expected.keys()
-    for name, x in expected.items():
-        assert found[name].dtype == x.dtype
-        limit = rounding * max(1.0, float(np.abs(np.where(np.isfinite(x), x, 0)).max(initial=0)))
-        np.testing.assert_array_equal(np.isneginf(found[name]), np.isneginf(x), err_msg=name)
-        shown = np.isfinite(x)
-        np.testing.assert_allclose(found[name][shown], x[shown], rtol=0, atol=limit, err_msg=name)
-
-
-@st.composite
-def problems(draw: st.DrawFn) -> dict[str, Any]:
-    world = draw(st.integers(1, 5))
-    packed = draw(st.booleans())
-    num_heads_kv = draw(st.sampled_from((1, 2, 3)))
-    heads = num_heads_kv * draw(st.sampled_from((1, 2, 3))), num_heads_kv
-    seqlen = draw(st.integers(0, 70))
-    batch = None if packed else draw(st.integers(1, 2))
-    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    options: dict[str, Any] = {}
-    edges = None
-    if packed:
-        cuts = sorted(draw(st.lists(st.integers(0, seqlen), max_size=4)))
-        edges = np.array([0, *cuts, draw(st.sampled_from((seqlen, max([0, *cuts]))))], np.int32)
-    num_sequences = len(edges) - 1 if edges is not None else batch
-    if draw(st.booleans()):
-        options["causal"] = True
-    if draw(st.booleans()):
-        sides = st.none() | st.integers(0, 40)
-        options["window"] = draw(sides), draw(sides)
-    if draw(st.booleans()):
-        options["softcap"] = 3.0
-    if draw(st.booleans()):
-        options["sink"] = rng.standard_normal(heads[0])
-    if draw(st.booleans()):
-        rows = draw(st.sampled_from(((), (1,), (num_sequences,))))
-        options["alibi_slopes"] = rng.uniform(0.01, 0.3, (*rows, heads[0]))
-    if draw(st.booleans()):
-        options |= {"dropout_p": draw(st.sampled_from((0.1, 0.6))), "dropout_seed": draw(st.integers(0, 2**64 - 1))}
-    return {
-        "world": world,
-        "order": draw(st.sampled_from(ORDERS)),
-        "arrays": make_arrays(rng, seqlen, heads, batch, "float64", (8, 5)),
-        "options": options,
-        "edges": edges,
-    }
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -152,7 +39,7 @@ def problems(draw: st.DrawFn) -> dict[str, Any]:
 def test_ranks_together_are_one_device(scheme: str, problem: dict[str, Any]) -> None:
     arrays, options, edges = problem["arrays"], problem["options"], problem["edges"]
     spread_options = options if edges is None else {**options, "cu_seqlens": edges}
-    found = spread(scheme, problem["world"], problem["order"], arrays, edges is not None, spread_options)
+    found = spread(SCHEMES[scheme][0], problem["world"], problem["order"], arrays, edges is not None, spread_options)
     assert_same(found, alone(arrays, options, edges), 1e-12)
 
 
@@ -163,7 +50,7 @@ def test_partial_results_are_not_rounded(scheme: str, order: str, dtype: str) ->
     """Only the last result has the inputs' dtype, so that it is as near to float64 as that of one device."""
     rng = np.random.default_rng(7)
     arrays = make_arrays(rng, 256, (4, 2), 1, dtype, (32, 32))
-    found = spread(scheme, 4, order, arrays, False, {"causal": True})
+    found = spread(SCHEMES[scheme][0], 4, order, arrays, False, {"causal": True})
     one = alone(arrays, {"causal": True}, None)
     wide = {name: x.astype(np.float64) for name, x in arrays.items()}
     q, k, v = wide["q"], wide["k"], wide["v"]
@@ -370,13 +257,16 @@ def test_selftest(capsys: pytest.CaptureFixture[str]) -> None:
     for scheme in ("ring", "heads"):
         for order in ORDERS:
             assert any(line.split()[:2] == [scheme, order] for line in printed.splitlines())
+    assert "grid" not in printed  # three ranks make none
+    assert selftest.main(["--selftest", "--device", "cpu", "--world", "4", "--seqlen", "100"]) == 0
+    assert "grid     zigzag" in capsys.readouterr().out
 
 
 def test_selftest_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from cuflash.distributed import __main__ as selftest
-    from cuflash.distributed import ring
+    from cuflash.distributed import ring_passes
 
-    monkeypatch.setattr(ring, "merge_parts", lambda parts, out, lse: (out.fill(0), lse.fill(0)))
+    monkeypatch.setattr(ring_passes, "merge_parts", lambda parts, out, lse: (out.fill(0), lse.fill(0)))
     assert selftest.main(["--selftest", "--device", "cpu", "--world", "2", "--seqlen", "64"]) == 1
     assert "errors above" in capsys.readouterr().out
 
@@ -450,7 +340,7 @@ def test_kernels_of_ranks_are_one_device(dtype: str, packed: bool, capability: t
     spread_options = options if edges is None else {**options, "cu_seqlens": edges}
     expected = alone(arrays, options, edges)
     with hook.kernels_on(CpuDevice(capability, 3)):
-        found = spread("ring", 3, "zigzag", arrays, packed, spread_options)
+        found = spread(SCHEMES["ring"][0], 3, "zigzag", arrays, packed, spread_options)
     assert_same(found, expected, 1e-12 if dtype == "float64" else 4e-3)
 
 
@@ -486,7 +376,7 @@ def test_rules_over_ranks(name: str, order: str, packed: bool) -> None:
         "sink": rng.standard_normal(4),
     }
     given = {**options, "cu_seqlens": edges} if packed else options
-    found, expected = spread(name, 3, order, arrays, packed, given), alone(arrays, options, edges)
+    found, expected = spread(SCHEMES[name][0], 3, order, arrays, packed, given), alone(arrays, options, edges)
     assert found.keys() == expected.keys() and "extra1" in found
     for key, x in expected.items():
         np.testing.assert_allclose(found[key], x, atol=1e-12, err_msg=key)

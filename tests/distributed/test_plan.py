@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -171,3 +172,12 @@ def test_what_does_not_fit_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     found = capsys.readouterr().out
     assert "none of these fits" not in found
     assert "one GPU alone" in found
+
+
+def test_the_plan_names_the_call() -> None:
+    machine = Machine(network=5.0)
+    by_scheme = {way.name: plan.picture(way, machine)[1] for way in grids(LAYER, 16, machine)}
+    assert by_scheme["ring"] == "  by ring_attention(q, k, v, comm)"
+    assert by_scheme["heads"] == "  by ulysses_attention(q, k, v, comm)"
+    assert re.fullmatch(r"  by ring_attention\(q, k, v, comm, heads=(2|4|8)\)", by_scheme["grid"])
+    assert plan.picture(predict(LAYER, 1, 1, machine), machine)[1] == "  by attention(q, k, v)"

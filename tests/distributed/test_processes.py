@@ -28,10 +28,12 @@ PROBLEMS: list[dict[str, Any]] = [
     {"scheme": "ring", "order": "zigzag", "edges": [0, 5, 5, 30, 37], "window": [9, 0], "with_sink": True},
     {"scheme": "ulysses", "order": "plain", "edges": [0, 5, 5, 30, 37], "softcap": 3.0, "heads": [3, 1]},
     {"scheme": "ring", "order": "striped", "dropout_p": 0.3, "dropout_seed": 5},
+    {"scheme": "grid", "order": "zigzag", "causal": True, "with_sink": True},
+    {"scheme": "grid", "order": "striped", "edges": [0, 5, 5, 30, 37], "heads": [3, 1]},
 ]
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, 3, 4])
 def test_processes_together_are_one_device(world: int) -> None:
     for one in launch("attention", plain(world), {"problems": PROBLEMS}, time_limit=30):
         assert one.status == 0, one.printed + one.errors

@@ -161,6 +161,15 @@ def test_each_option(packed: bool, name: str, kv_shares: list[int]) -> None:
     assert_same(found, alone(arrays, edges, OPTIONS[name]), 1e-13)
 
 
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("name", ["alibi", "all"])
+def test_as_many_queries_as_keys(name: str) -> None:
+    """The first block begins where the whole does, and its last query is not aligned to the last key."""
+    arrays = make(np.random.default_rng(0), (6, 3), (31, 31), 2)
+    found = spread(2, [1, 2], arrays, None, OPTIONS[name])
+    assert_same(found, alone(arrays, None, OPTIONS[name]), 1e-13)
+
+
 @examples(100)
 @given(st.data())
 def test_drawn_problems(data: st.DataObject) -> None:

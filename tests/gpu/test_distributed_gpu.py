@@ -17,7 +17,18 @@ from cuflash.distributed.communicators import Communicator
 from cuflash.distributed.order import ORDERS
 
 Array = NDArray[Any]
-SCHEMES = {"ring": distributed.ring_attention_vjp, "heads": distributed.ulysses_attention_vjp}
+
+
+def grid(q: Any, k: Any, v: Any, comm: Communicator, **options: Any) -> Any:
+    """Deal heads among pairs of GPUs, or all of an odd number, which rings join."""
+    return distributed.ring_attention_vjp(q, k, v, comm, heads=2 if comm.world % 2 == 0 else comm.world, **options)
+
+
+SCHEMES: dict[str, Any] = {
+    "ring": distributed.ring_attention_vjp,
+    "heads": distributed.ulysses_attention_vjp,
+    "grid": grid,
+}
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"causal": True},

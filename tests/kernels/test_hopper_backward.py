@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import devices
@@ -125,6 +126,17 @@ SPLITS: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {
 }
 
 
+@pytest.fixture
+def free_splits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let small problems be split, as if tiles began, and shares were added, in no time."""
+    monkeypatch.setattr(sm90_query_splits, "_TILE_US", 0.0)
+    monkeypatch.setattr(sm90_query_splits, "_LAUNCH_US", 0.0)
+    sm90_query_splits.splits_of.cache_clear()
+    yield
+    sm90_query_splits.splits_of.cache_clear()
+
+
+@pytest.mark.usefixtures("free_splits")
 @pytest.mark.parametrize("head_dim", [64, 128, 200])
 @pytest.mark.parametrize("case", SPLITS)
 def test_thread_blocks_share_the_queries_of_few_keys(case: str, head_dim: int) -> None:
@@ -132,9 +144,10 @@ def test_thread_blocks_share_the_queries_of_few_keys(case: str, head_dim: int) -
     q, k = normal(2, seqlen_q, heads, head_dim), normal(2, seqlen_k, heads_kv, head_dim)
     both(q, k, normal(2, seqlen_k, heads_kv, head_dim), num_sms=60, **options)
     gradients = [x.kernel for x in launch._launches.values() if isinstance(x.kernel, gpu_sm90.Gradients)]
-    assert [kernel.splits > 1 for kernel in gradients] == [True]
+    assert [kernel.splits.in_all > 1 for kernel in gradients] == [True]
 
 
+@pytest.mark.usefixtures("free_splits")
 def test_packed_sequences_share_the_queries_of_few_keys() -> None:
     q, k, v = normal(400, 6, 64), normal(60, 1, 64), normal(60, 1, 64)
     ends_q, ends_k = np.array([0, 130, 390], np.int32), np.array([0, 40, 55], np.int32)
@@ -145,7 +158,8 @@ def test_packed_sequences_share_the_queries_of_few_keys() -> None:
     devices.forget_launches()
     with hook.kernels_on(device.CpuDevice((9, 0), num_sms=60)):
         found = cuflash.attention_varlen_backward(dout, q, k, v, out, lse, ends_q, ends_k, grads=("q", "v"))
-    assert any(getattr(x.kernel, "splits", 1) > 1 for x in launch._launches.values())
+    gradients = [x.kernel for x in launch._launches.values() if isinstance(x.kernel, gpu_sm90.Gradients)]
+    assert gradients[0].splits.in_all > 1
     assert found[1] is None
     for x, ref in zip(found[::2], expected[::2], strict=True):
         assert x is not None and ref is not None
@@ -158,7 +172,7 @@ def test_training_shapes_keep_their_queries_whole() -> None:
             sizes = (16384 // seqlen, seqlen, seqlen, heads, heads, head_dim, head_dim)
             problem = AttentionProblem(*sizes, "bfloat16", softmax_scale=head_dim**-0.5)
             config = sm90_backward._config(problem)
-            assert sm90_query_splits.num_query_splits(problem, config, 132) == 1
+            assert sm90_query_splits.splits_of(problem, config, 132) == sm90_query_splits.WHOLE_QUERIES
 
 
 LENGTHS = {

@@ -151,9 +151,9 @@ def test_scales_of_one_row_and_of_none() -> None:
     scales: dict[str, Any] = {"k_scale": np.full((1, 1, 2), 0.5, np.float32), "q_scale": np.ones((1, 1, 1), np.float32)}
     for own in ({}, scales):
         options: dict[str, Any] = {**own, "out_dtype": "float32"}
-        np.testing.assert_allclose(
-            offload.attention(q, k, v, share=0.4, **options), cuflash.attention(q, k, v, **options), rtol=0, atol=3e-6
-        )
+        expected = cuflash.attention(q, k, v, **options)
+        limit = 3e-6 * max(1.0, float(np.abs(expected).max()))  # values without a scale are codes of up to 448
+        np.testing.assert_allclose(offload.attention(q, k, v, share=0.4, **options), expected, rtol=0, atol=limit)
 
 
 def test_gradients_of_codes_are_refused() -> None:

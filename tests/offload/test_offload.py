@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lazy_device import LazyDevice
 from numpy.typing import NDArray
-from offload_cases import arrays, assert_same, results
+from offload_cases import arrays, assert_same, options_by_name, results
 from strategies import examples
 
 import cuflash
@@ -51,75 +51,6 @@ def nothing_measured() -> Iterator[None]:
     share_module._measured.clear()
 
 
-def options_by_name(batch: int = 2, seqlens: tuple[int, int] = (7, 60), heads: int = 4) -> dict[str, dict[str, Any]]:
-    """Return every option, alone."""
-    sq, sk = seqlens
-    mask = RNG.random((batch, 1, sq, sk)) > 0.3
-    return {
-        "plain": {},
-        "causal": {"causal": True},
-        "window": {"window": (9, 3)},
-        "window far behind": {"window": (2, 0)},
-        "softmax_scale": {"softmax_scale": 0.7},
-        "softcap": {"softcap": 2.0},
-        "bias": {"bias": RNG.standard_normal((batch, heads, sq, sk))},
-        "bias of float32": {"bias": RNG.standard_normal((heads, sq, sk)).astype(np.float32)},
-        "bias of keys": {"bias": RNG.standard_normal((1, sk))},
-        "bias of rows": {"bias": RNG.standard_normal((heads, sq, 1))},
-        "bias that hides": {"bias": np.where(RNG.random((sq, sk)) > 0.5, 0.0, -np.inf)},
-        "mask": {"mask": mask},
-        "mask that hides all": {"mask": mask & (np.arange(sq)[:, None] != 3)},
-        "alibi_slopes": {"alibi_slopes": RNG.uniform(0.01, 0.2, heads)},
-        "alibi_slopes by batch": {"alibi_slopes": RNG.uniform(0.01, 0.2, (batch, heads)), "causal": True},
-        "sink": {"sink": RNG.standard_normal(heads)},
-        "lengths": {
-            "q_lengths": np.array([sq, 3][:batch], np.int32),
-            "kv_lengths": np.array([41, sk + 9][:batch], np.int32),
-            "causal": True,
-        },
-        "no length": {"kv_lengths": np.array([0, 5][:batch], np.int32), "sink": RNG.standard_normal(heads)},
-        "lengths and all": {
-            "q_lengths": np.array([sq - 1, -2][:batch], np.int32),
-            "kv_lengths": np.array([sk - 13, sk][:batch], np.int32),
-            "window": (20, 1),
-            "alibi_slopes": RNG.uniform(0.01, 0.2, heads),
-            "bias": RNG.standard_normal((sq, sk)),
-            "dropout_p": 0.3,
-            "dropout_seed": 3,
-        },
-        "dropout": {"dropout_p": 0.4, "dropout_seed": 2**63 + 5},
-        "seed in an array": {"dropout_p": 0.4, "dropout_seed": np.array([7], np.uint64), "causal": True},
-        "block_mask": {"block_mask": cuflash.BlockMask.from_dense(RNG.random((heads, sq, sk)) > 0.4)},
-        "block_mask by batch": {
-            "block_mask": cuflash.BlockMask.from_dense(RNG.random((batch, 1, sq, sk)) > 0.4),
-            "mask": mask,
-            "causal": True,
-        },
-        "block_mask that is a window": {"block_mask": cuflash.BlockMask.sliding_window(sq, sk, 4, 2)},
-        "deterministic": {"deterministic": True},
-        "precision": {"precision": "tf32"},
-        "score_mod": {
-            "score_mod": lambda s, b, h, i, j, t, w, n: s * w + t[b, h, np.clip(j - i, -4, 4) + 4] + 0.01 * n[j],
-            "operands": (RNG.standard_normal((batch, heads, 9)), np.array(0.7), np.arange(sk)),
-        },
-        "mask_mod": {"mask_mod": lambda b, h, i, j: (i + j + b) % 3 != 1, "causal": True},
-        "mask_mod that hides all": {"mask_mod": lambda b, h, i, j: i < 0, "sink": RNG.standard_normal(heads)},
-        "rules and all": {
-            "score_mod": lambda s, b, h, i, j, t: np.where(j == 5, -np.inf, s + t[h, j]),
-            "mask_mod": lambda b, h, i, j, t: t[h, j] < 1,
-            "operands": (RNG.standard_normal((heads, sk)),),
-            "kv_lengths": np.array([41, sk][:batch], np.int32),
-            "bias": RNG.standard_normal((sq, sk)),
-            "alibi_slopes": RNG.uniform(0.01, 0.2, heads),
-            "dropout_p": 0.3,
-            "dropout_seed": 3,
-            "window": (20, 1),
-        },
-        "num_splits": {"num_splits": 3},
-        "out_dtype": {"out_dtype": "float64"},
-    }
-
-
 NAMES = tuple(options_by_name())
 
 
@@ -132,6 +63,16 @@ def test_every_option_streamed(streamed: list[LazyDevice], name: str, share: Any
     )
     assert len(streamed) == 2
     assert all(device.is_closed for device in streamed)
+
+
+@pytest.mark.parametrize("name", ["alibi_slopes", "alibi_slopes by batch", "window", "rules and all", "dropout"])
+def test_as_many_queries_as_keys(streamed: list[LazyDevice], name: str) -> None:
+    """The first chunk begins where the whole does, and its last key is not the last query's."""
+    given, options = arrays(seqlens=(40, 40)), options_by_name(seqlens=(40, 40))[name]
+    options.pop("kv_lengths", None)
+    assert_same(
+        results(offload.attention_vjp, given, share=0, **options), results(cuflash.attention_vjp, given, **options)
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)

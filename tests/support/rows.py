@@ -15,6 +15,7 @@ from devices import Device
 from paging import as_paged
 
 from cuflash.gpu import launch
+from cuflash.gpu import sm90 as gpu_sm90
 from cuflash.plan import (
     sm80_backward,
     sm80_forward,
@@ -22,6 +23,7 @@ from cuflash.plan import (
     sm90_backward_tiles,
     sm90_forward,
     sm90_grid,
+    sm90_query_splits,
     sm90_tiles,
 )
 from cuflash.plan.config import FLAGS, KernelConfig, without_window
@@ -40,6 +42,7 @@ _TOLD_APART = (
     "packs_heads",
     "has_pages",
     "writes_dbias",
+    "splits_queries",
     "aligned",
     "computes_dk",
 )
@@ -205,7 +208,12 @@ def short_pairs(config: KernelConfig) -> Iterator[None]:
 
 @contextmanager
 def small_grid(config: KernelConfig) -> Iterator[None]:
-    """Say which tile and how many splits of the keys a problem takes, as problems are small."""
+    """Say which tile and how many splits of keys, or of queries, a problem takes, as problems are small."""
+    if isinstance(config, sm90_backward.Sm90BackwardConfig):
+        splits = sm90_query_splits.QuerySplits(2, 2) if config.splits_queries else sm90_query_splits.WHOLE_QUERIES
+        with mock.patch.object(gpu_sm90, "splits_of", return_value=splits):
+            yield
+        return
     plain = not without_window(tuple(flag for flag in FLAGS if getattr(config, flag)))
     if not (isinstance(config, sm90_forward.Sm90ForwardConfig) and (plain or config.packs_heads or config.has_pages)):
         yield
@@ -230,7 +238,7 @@ def run(config: KernelConfig, dtype: str, place: Device) -> None:
     else:
         out, lse = case.on(HOST).forward()
         of_bias = config.entry in _OF_BIAS or getattr(config, "writes_dbias", False)
-        with place.active():
+        with place.active(), small_grid(config):
             further = (("bias",) if of_bias else ()) + (("operands",) if config.entry in OPERAND_ENTRIES else ())
             grads = case.on(place).backward(out, lse, grads=("q", "k", "v", *further))
         case.assert_gradients(grads)

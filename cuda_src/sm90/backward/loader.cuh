@@ -282,7 +282,7 @@ DEVICE void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings ri
     const Sequence& s = work.sequence;
     if ((work.tile - rank()) * BLOCK_N >= s.rows_k) continue;
     typename QueryTileIteratorOf<!DETERMINISTIC && !HAS_BLOCK_MASK>::Type iterator(
-        p, work, index / (gridDim.x / PAIR), splits == 1 ? QueryPart(p) : QueryPart(p, split, splits));
+        p, work, index / (gridDim.x / PAIR), splits == 1 ? QueryPart(p) : QueryPart(p, split));
     const int first_key = work.tile * BLOCK_N;
     if (lane() == 0) {
       work.split = split;

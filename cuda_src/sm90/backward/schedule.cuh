@@ -92,16 +92,16 @@ DEVICE u32 next_key_index(const AttentionParams& p, u32 index, u32 total) {
   return atomicAdd(p.dq_order, 1);
 }
 
-// QueryPart is the part of a tile's queries that one thread block visits. Where few tiles of keys meet many queries,
-// their splits are parts of the query heads of the group first, and of each head's tiles of queries then.
+// QueryPart is the part of a tile's queries that one thread block visits, where few tiles of keys meet many queries:
+// splits are parts of the query heads of the group (head_splits), times parts of each head's tiles of queries.
 struct QueryPart {
   int first_head = 0, heads;  // query heads of the group
   int number = 0, parts = 1;  // the part of each head's tiles, and how many there are
 
   DEVICE explicit QueryPart(const AttentionParams& p) : heads(group_size(p)) {}
-  DEVICE QueryPart(const AttentionParams& p, int split, int splits) {
-    const int group = group_size(p), by_heads = smaller(splits, group);
-    parts = splits / by_heads;
+  DEVICE QueryPart(const AttentionParams& p, int split) {
+    const int group = group_size(p), by_heads = p.head_splits;
+    parts = p.splits / by_heads;
     number = split % parts;
     first_head = split / parts * group / by_heads;
     heads = (split / parts + 1) * group / by_heads - first_head;

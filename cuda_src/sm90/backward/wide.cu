@@ -415,6 +415,8 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__((CONSU
     ptx::fence_mbarrier_init();
   }
   sync_pair();
+  ptx::wait_for_kernel_before();
+  ptx::let_next_kernel_begin();
 
   Rings rings(shared);
   const int warpgroup = own_warpgroup();

@@ -25,6 +25,7 @@ LIBRARIES = ("numpy", "cupy-cuda12x", "cupy-cuda13x", "ml-dtypes", "torch", "nvi
 # Ratios of problems of less time are a class of their own.
 SHORT_US = 50
 WORST = 10  # cells that a summary lists
+QUANTILES = (0, 1, 5, 25, 50, 75, 95, 100)  # percentages
 
 
 @dataclass
@@ -148,7 +149,7 @@ def summary(results: Iterable[Result]) -> str:
         ratios = np.array([ratio for ratio, result in rated if (1e3 * result.median(US) <= SHORT_US) == short])
         if ratios.size:
             quantiles = ", ".join(
-                f"{q}% {x:.2f}" for q, x in zip(_QUANTILES, np.percentile(ratios, _QUANTILES), strict=True)
+                f"{q}% {x:.2f}" for q, x in zip(QUANTILES, np.percentile(ratios, QUANTILES), strict=True)
             )
             mean = np.exp(np.log(ratios).mean())
             lines.append(f"{name}: {ratios.size} cells, geometric mean {mean:.3f}; quantiles {quantiles}")
@@ -156,9 +157,6 @@ def summary(results: Iterable[Result]) -> str:
         times = ", ".join(f"{peer} {1e3 * result.median(peer):.1f}" for peer in result.times)
         lines.append(f"{ratio:.2f}  {result.cell.name}: {times} us")
     return "\n".join(lines)
-
-
-_QUANTILES = (0, 1, 5, 25, 50, 75, 95, 100)
 
 
 def draw(path: Path, facts: dict[str, Any], results: list[Result]) -> None:
