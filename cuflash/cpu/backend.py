@@ -30,7 +30,7 @@ from cuflash.problem.heads import Heads
 from cuflash.problem.operands import Operands
 
 Array = NDArray[Any]
-__all__ = ["append", "backward", "forward", "merge_parts", "sum_parts"]  # what every backend has
+__all__ = ["append", "backward", "expect_gradients", "forward", "merge_parts", "sum_parts"]  # what every backend has
 
 
 def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Array | None) -> None:
@@ -68,6 +68,10 @@ class Share:
     heads: dict[str, Array] = field(default_factory=dict)  # "sink", "alibi_slopes": (query heads,)
     bias: Array | None = None  # (query heads | 1, rows | 1, keys | 1), at least one of the last two 1
     operands: OperandSums = field(default_factory=lambda: OperandSums({}))
+
+
+def expect_gradients(problem: AttentionProblem, operands: Operands, out: Array, lse: Array) -> None:
+    """Do nothing, as NumPy's path compiles nothing."""
 
 
 def backward(

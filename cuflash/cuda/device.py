@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
+from cuflash import forks
+from cuflash.cuda import ahead, refusals
 from cuflash.cuda.compile import OPTIONS
 from cuflash.cuda.driver import driver, encode_tensor_map
 from cuflash.cuda.source import Constants, source_of
@@ -32,7 +36,7 @@ class LoadedKernel:
 
     def __init__(self, cupy: Any, index: int, function: Any, local_bytes: int) -> None:
         self._cupy, self._index, self._function = cupy, index, function
-        self.local_bytes = local_bytes  # local memory of a thread, into which the compiler spills registers
+        self.local_bytes = local_bytes  # of a thread: spilled registers, and arrays that are indexed at run time
 
     def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], shared_mem: int = 0) -> None:
         """Launch the kernel with so many bytes of dynamic shared memory."""
@@ -86,6 +90,10 @@ class Device:
             and cupy.cuda.nvrtc.getVersion() >= OWN_ARCH_SINCE
             and not os.environ.get(WITHOUT_WGMMA)
         )
+        # These make machine code of a source, the driver where NVRTC does not know the GPU. The text is empty on the
+        # tests' devices, which have no registers to spill.
+        versions = *cupy.cuda.nvrtc.getVersion(), cupy.cuda.runtime.driverGetVersion()
+        self.compiler = "sm_{}{}, NVRTC {}.{}, driver {}".format(*self.capability, *versions)
         # This makes an empty array of a shape and dtype, quicker than cupy.empty; a third argument may be memory of
         # `scratch`.
         self.empty: Callable[..., Array] = cupy.ndarray
@@ -104,13 +112,19 @@ class Device:
         """Compile `source`, or take it from a cache, and return its entry for the current device."""
         cupy = self.namespace
         try:
-            kernel = cupy.RawModule(code=source, options=OPTIONS + options).get_function(entry)
+            with _begin_compiler():
+                kernel = cupy.RawModule(code=source, options=OPTIONS + options).get_function(entry)
         except cupy.cuda.compiler.CompileException as error:
             raise RuntimeError(f"cuflash: kernel {entry} does not compile:\n{error}") from error
         if smem_bytes > _DEFAULT_SMEM_BYTES:
             kernel.max_dynamic_shared_size_bytes = smem_bytes
         # A RawKernel looks for its device at each launch.
         return LoadedKernel(cupy, self.index, kernel.kernel, kernel.local_size_bytes)
+
+    def begin_thread(self) -> None:
+        """Let a thread load kernels for this device, also while others capture graphs."""
+        driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED)))
+        _begin_thread(self.namespace, self.index)
 
     def scratch(self, size: int) -> tuple[int, Any]:
         """Return the address of so many uninitialised bytes, and the object that keeps them; quicker than an array."""
@@ -144,6 +158,28 @@ class Device:
         """Return a number of the capture into a graph that a stream's work goes to; 0 if there is none."""
         # The legacy default stream is never captured.
         return _capture_of(stream) if stream != 0 and self._is_capturing(stream) else 0
+
+
+@contextmanager
+def _begin_compiler() -> Iterator[None]:
+    """Let the first compilation of a process be alone: two threads cannot load NVRTC's built-ins at once."""
+    if _first.is_done:
+        yield
+        return
+    with _first.lock:
+        yield
+        _first.is_done = True
+
+
+class _First:
+    """Whether NVRTC has compiled anything, and the lock under which it does so first."""
+
+    def __init__(self) -> None:
+        self.lock, self.is_done = threading.Lock(), False
+
+
+_first = _First()
+forks.in_child(_first.__init__)  # type: ignore[misc]
 
 
 class _LaunchConfig(ctypes.Structure):
@@ -202,6 +238,29 @@ def device_of(x: Array) -> Device:
     return _device(x.data.device_id)
 
 
+class Text(NamedTuple):
+    """A kernel before it is compiled: a function of some files of cuda_src, as `source_of` joins them."""
+
+    paths: str
+    function: str
+    constants: Constants
+    generated: Mapping[str, str] = {}
+
+    def key(self, device: Device) -> Any:
+        """Return what tells the loaded kernel from all others."""
+        return self.paths, self.function, tuple(self.constants.items()), tuple(self.generated.values()), device
+
+    def load(self, device: Device, smem_bytes: int) -> LoadedKernel:
+        """Compile the kernel for a device; `get` does it once."""
+        own_arch = _OWN_ARCH if _NEEDS_WGMMA in self.paths else ()
+        return device.load(self.source, self.function, smem_bytes, own_arch)
+
+    @property
+    def source(self) -> str:
+        """The text for the compiler."""
+        return source_of(self.paths, self.constants, self.generated)
+
+
 def get(
     paths: str,
     function: str,
@@ -218,13 +277,53 @@ def get(
         import cupy
 
         device = _device(cupy.cuda.runtime.getDevice())
-    key = (paths, function, tuple(constants.items()), tuple((generated or {}).values()), device)
-    kernel = _kernels.get(key)
-    if kernel is None:
-        own_arch = _OWN_ARCH if _NEEDS_WGMMA in paths else ()
-        source = source_of(paths, constants, generated or {})
-        kernel = _kernels[key] = device.load(source, function, smem_bytes, own_arch)
+    text = Text(paths, function, constants, generated or {})
+    return _kernels.get(text.key(device)) or _load_once(text, device, smem_bytes)
+
+
+def _load_once(text: Text, device: Device, smem_bytes: int) -> LoadedKernel:
+    """Load a kernel, or wait for the thread that is loading it."""
+    key = text.key(device)
+    ended = threading.Event()
+    other = _loading.setdefault(key, ended)
+    if other is not ended:
+        other.wait()
+        # Where the other thread has failed, this one meets the error itself.
+        return _kernels.get(key) or text.load(device, smem_bytes)
+    try:
+        with ahead.compiling():
+            kernel = _kernels[key] = text.load(device, smem_bytes)
+    finally:
+        _loading.pop(key, None)
+        ended.set()
     return kernel
 
 
+def spilled_bytes(text: Text, device: Device, smem_bytes: int, by_design: int, words: str) -> int:
+    """Return the bytes of local memory of a kernel beyond those it has `by_design`: 0 where it spills no registers.
+
+    The kernel is loaded, unless this or an earlier process has found that it spills; `words` tell users which it is.
+    """
+    key = text.key(device)
+    found = _spilled.get(key)
+    if found is None:
+        found = _spilled[key] = _find_spilled(text, device, smem_bytes, by_design, words)
+    return found
+
+
+def _find_spilled(text: Text, device: Device, smem_bytes: int, by_design: int, words: str) -> int:
+    key = text.key(device)
+    source = text.source if key not in _kernels else ""
+    if source and (noted := refusals.known(source, device.compiler)):
+        return noted
+    local_bytes = (_kernels.get(key) or _load_once(text, device, smem_bytes)).local_bytes
+    if local_bytes <= by_design:
+        return 0
+    refusals.note(source or text.source, refusals.Refusal(words, device.compiler, local_bytes))
+    return local_bytes
+
+
 _kernels: Kept[Any, LoadedKernel] = Kept()
+_spilled: Kept[Any, int] = Kept()
+_loading: dict[Any, threading.Event] = {}  # of kernels that a thread is loading
+forks.in_child(_loading.clear)

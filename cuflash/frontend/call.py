@@ -175,6 +175,10 @@ class Call:
     def gradients_of(self, out: Any, lse: Array | None) -> Backward:
         """Return the gradient function of the forward pass that gave `out`, as the caller got it, and lse."""
         residual = self.adopt("out", out)
+        if lse is not None:
+            with interop.on_stream_of(self.library, self.inputs["q"]):
+                backend = backend_of(isinstance(self.inputs["q"], np.ndarray))
+                backend.expect_gradients(self.problem, self.operands, residual, lse)
 
         def compute(dout: Any, dlse: Any, outs: Sequence[Any] | None, grads: Sequence[str] | None) -> Gradients:
             return self.backward(self.adopt("dout", dout), residual, lse, self.adopt("dlse", dlse), outs, grads)

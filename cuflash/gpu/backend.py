@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cuflash.cuda import device as cuda_device
-from cuflash.gpu import convert, own_rules, rule_blocks
+from cuflash.gpu import ahead, convert, own_rules, rule_blocks
 from cuflash.gpu import portable as gpu_portable
 from cuflash.gpu import sm80 as gpu_sm80
 from cuflash.gpu import sm90 as gpu_sm90
@@ -15,10 +15,10 @@ from cuflash.gpu.params import Arrays
 from cuflash.gpu.parts import merge_parts, sum_parts
 from cuflash.gpu.replay import Recording
 from cuflash.plan.config import of_half
-from cuflash.problem.attention_problem import Array, AttentionProblem
+from cuflash.problem.attention_problem import Array, AttentionProblem, operand_name
 from cuflash.problem.operands import Operands
 
-__all__ = ["append", "backward", "forward", "merge_parts", "sum_parts"]  # what every backend has
+__all__ = ["append", "backward", "expect_gradients", "forward", "merge_parts", "sum_parts"]  # what every backend has
 
 
 def _by_halves(work: Work) -> bool:
@@ -43,6 +43,7 @@ def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Arra
     if lse is None:
         work.arrays["lse"] = work.empty(problem.lse_shape, problem.accum_dtype)
     if not problem.is_mixed:
+        ahead.forward(work, _forward)
         rule_blocks.find(work)
         _forward(work)
     elif not (gpu_sm80.fp8_forward(work) or (_may_write_wide(problem) and gpu_sm90.forward(work))):
@@ -99,6 +100,7 @@ def backward(
     if is_wide and _backward_wide(work, of_lse, grads, adds):
         return _ended(work)
     if not (is_wide or problem.is_mixed):
+        ahead.backward(work, of_lse, grads, _backward)
         rule_blocks.find(work)
         _backward(work, of_lse, grads)
         return _ended(work)
@@ -114,6 +116,14 @@ def backward(
     convert.narrow(work, found, results)
     recording = _ended(work)
     return None if adds else recording
+
+
+def expect_gradients(problem: AttentionProblem, operands: Operands, out: Array, lse: Array) -> None:
+    """Let other threads compile the kernels for the gradients of a forward pass; nothing is ever raised."""
+    work = Work(problem.unsplit, operands, {"dout": out, "out": out, "lse": lse}, cuda_device.device_of(out))
+    work.arrays["delta"] = lse
+    inputs = operands._asdict() | {operand_name(n): x for n, x in enumerate(operands.of_rules)}
+    ahead.backward(work, {}, {name: inputs[name] for name in problem.grad_names}, _backward)
 
 
 def _ended(work: Work) -> Recording:

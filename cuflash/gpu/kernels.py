@@ -82,3 +82,10 @@ def load_kernel(
 ) -> cuda_device.LoadedKernel:
     """Load the compiled kernel of a configuration; several entries may share one configuration."""
     return load(file_of(entry), function_of(entry), constants_of(config), device, smem_bytes, config.rules)
+
+
+def spilled_bytes(config: KernelConfig, entry: str, device: cuda_device.Device, smem_bytes: int) -> int:
+    """Return the bytes of registers that such a kernel spills to local memory, as `cuda.device.spilled_bytes` does."""
+    constants = {**_SHARED, **constants_of(config)}
+    text = cuda_device.Text(file_of(entry), function_of(entry), constants, headers_of(config.rules))
+    return cuda_device.spilled_bytes(text, device, smem_bytes, config.local_bytes, config.words)

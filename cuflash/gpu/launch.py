@@ -6,18 +6,19 @@ The families' modules derive from `Kernel` and run kernels through a `Work`, whi
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import numpy as np
 
 from cuflash.cuda import device as cuda_device
 from cuflash.gpu.arguments import Arguments, BoundLaunch, Words
-from cuflash.gpu.kernels import load_kernel
+from cuflash.gpu.choose import choose
+from cuflash.gpu.kernels import load_kernel, spilled_bytes
 from cuflash.gpu.params import OPERAND_PARAMS, Arrays, describe_operands, fixed_params, operand_struct, word_of
 from cuflash.gpu.replay import Recording
 from cuflash.gpu.stores import stores
@@ -99,6 +100,13 @@ class Kernel:
     def load(self, device: cuda_device.Device) -> cuda_device.LoadedKernel:
         """Load the compiled kernel."""
         return load_kernel(self.config, self.entry, device, self.smem_bytes)
+
+    def spilled_bytes(self, device: cuda_device.Device) -> int:
+        """Return the bytes of registers that the compiled kernel spills, with which a plan's next candidate runs."""
+        return spilled_bytes(self.config, self.entry, device, self.smem_bytes)
+
+
+K = TypeVar("K", bound=Kernel)
 
 
 class ExtraArguments:
@@ -221,6 +229,28 @@ class Work:
         if any(self.device.pointer(x) % ALIGNMENT for x in tensors):
             return None
         return tuple([(x.strides, x.shape) for x in tensors])
+
+    @property
+    def is_captured(self) -> bool:
+        """The work goes into a graph."""
+        return bool(self.device.capture(self._stream))
+
+    def chosen(self, candidates: Iterable[K]) -> K:
+        """Return the first kernel of a plan's candidates that spills no registers, as `choose` does."""
+        (kernel,) = self.chosen_pass([(kernel,) for kernel in candidates])
+        return kernel
+
+    def chosen_or_none(self, candidates: Iterable[K]) -> K | None:
+        """Do as `chosen`, but None where another family serves, as `chosen_pass` says."""
+        return next(iter(self.chosen_pass([(kernel,) for kernel in candidates], others_serve=True)), None)
+
+    def chosen_pass(self, candidates: Sequence[tuple[K, ...]], others_serve: bool = False) -> tuple[K, ...]:
+        """Return the first pass of a plan's candidates whose kernels spill no registers, as `choose` does.
+
+        Where another family takes the problem too (`others_serve`) and users' own rules spill in all candidates, there
+        is none: how many registers a rule takes is met only here, while tables know what the built-in options take.
+        """
+        return choose(self.device, candidates, others_serve and self.problem.rules != NO_RULES)
 
     def run(self, kernel: Kernel, arrays: Arrays) -> None:
         """Enqueue a kernel on `arrays`, which are members of the parameter struct by name, and record the launch."""

@@ -79,7 +79,8 @@ def gradients(work: Work, grads: Arrays) -> None:
     work.run(Operands("clear_operand_words" if in_words else "clear_operand_sums", types), sums)
     if problem.rules.score is not None and loads_of(problem.rules.score):
         for entry in passes:
-            work.run(Terms(entry, plan(problem, entry, work.device.smem_limit)), work.arrays | sums)
+            kernels = [Terms(entry, config) for config in plan(problem, entry, work.device.smem_limit)]
+            work.run(work.chosen(kernels), work.arrays | sums)
     for name, x in grads.items():
         for first, part in _parts(x) if x.size else ():
             kernel = Operands("write_operand", types, x.dtype.name, begins[name] + first)

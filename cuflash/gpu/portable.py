@@ -116,8 +116,9 @@ class Reduce(Sum):
 
 def _tiles(work: Work, planned: str, entry: str = "") -> Tiles:
     """Return the kernel that is `planned` under an entry, or the other `entry` of its configuration."""
-    config = plan(work.problem, planned, work.device.smem_limit)
-    return (InSlices if config.slice_columns else Tiles)(entry or planned, config)
+    configs = plan(work.problem, planned, work.device.smem_limit)
+    kind = InSlices if configs[0].slice_columns else Tiles
+    return work.chosen(kind(entry or planned, config) for config in configs)
 
 
 def forward(work: Work) -> bool:
@@ -139,7 +140,7 @@ def delta(work: Work, arrays: Arrays) -> None:
 
 def gradients(work: Work, grads: Arrays) -> None:
     """Write the gradients `grads`, by name."""
-    problem, arrays, limit = work.problem, work.arrays, work.device.smem_limit
+    problem, arrays = work.problem, work.arrays
     by_rows = rows_of_slopes(work, grads) if "dslope_rows" not in arrays else {}
     if "q" in grads:
         by_rows["dq"] = grads["q"]
@@ -151,7 +152,8 @@ def gradients(work: Work, grads: Arrays) -> None:
             work.run(_tiles(work, entry), arrays | of_keys)
     types = types_of(problem)
     if "bias" in grads:
-        gradient_of_bias(work, grads["bias"], Bias("backward_bias", plan(problem, "backward_bias", limit)))
+        configs = plan(problem, "backward_bias", work.device.smem_limit)
+        gradient_of_bias(work, grads["bias"], work.chosen([Bias("backward_bias", config) for config in configs]))
     if "sink" in grads:
         work.run(Reduce("reduce_sink", types), arrays | {"dsink": grads["sink"]})
     if "alibi_slopes" in grads:

@@ -23,6 +23,7 @@ from cuflash.kept import Kept
 from cuflash.masks.on_device import LIST_TILES
 from cuflash.masks.store import CANONICAL, num_blocks
 from cuflash.plan.portable import types_of
+from cuflash.problem.attention_problem import AttentionProblem
 from cuflash.rules.expression import in_order
 from cuflash.rules.form import Rules
 
@@ -37,16 +38,22 @@ _launches: Kept[Any, BoundLaunch] = Kept()
 
 
 def find(work: Work) -> None:
-    """Find the blocks of a work whose problem has a mask_mod, where that may pay; its problem has a block mask then."""
-    problem = work.problem
+    """Find the blocks of a work whose problem has a mask_mod, where that may pay; its problem is then as `planned`."""
+    problem = planned(work.problem)
+    if problem is not work.problem:
+        blocks = RuleBlocks(work)
+        work.problem = problem
+        work.rule_blocks = blocks
+
+
+def planned(problem: AttentionProblem) -> AttentionProblem:
+    """Return the problem of the kernels: one with a block mask where the blocks of its mask_mod are found before."""
     fixes_bits = problem.split_size is not None or problem.num_splits is not None
     if problem.rules.visible is None or problem.block_mask or problem.packed or problem.pages is not None or fixes_bits:
-        return
+        return problem
     if min(problem.seqlen_q, problem.seqlen_k) < LEAST_ROWS or problem.is_empty:
-        return
-    blocks = RuleBlocks(work)
-    work.problem = replace(problem, block_mask=True, block_size=_BLOCK_SIZE, rule_in_blocks=True)
-    work.rule_blocks = blocks
+        return problem
+    return replace(problem, block_mask=True, block_size=_BLOCK_SIZE, rule_in_blocks=True)
 
 
 class RuleBlocks:

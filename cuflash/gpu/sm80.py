@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,16 +13,17 @@ from cuflash.gpu import portable as gpu_portable
 from cuflash.gpu import split as gpu_split
 from cuflash.gpu.launch import Kernel, Work, batch_heads, num_tiles
 from cuflash.gpu.params import Arrays
-from cuflash.gpu.registers import choose
 from cuflash.plan import sm80_backward, sm80_forward, sm80_fp8, sm80_kinds, sm80_wide
-from cuflash.plan.sm80_backward import DQ, MAIN, ROWS
-from cuflash.plan.sm80_forward import Capability
+from cuflash.plan.sm80_backward import DQ, MAIN, ROWS, Sm80BackwardConfig
+from cuflash.plan.sm80_forward import Capability, Sm80QueryConfig
 from cuflash.problem.attention_problem import AttentionProblem
 
 
 @dataclass(frozen=True)
 class _Gradient(Kernel):
     """A kernel of the backward pass on 16 bits: the main one, or the one before or behind it."""
+
+    config: Sm80BackwardConfig
 
     @property
     def visits_tiles(self) -> bool:
@@ -36,6 +37,13 @@ class _Gradient(Kernel):
         return {"num_query_tiles": num_tiles(problem, problem.seqlen_q, self.config.block_m)}
 
 
+@dataclass(frozen=True)
+class _Bias(gpu_portable.Bias):
+    """The kernel for the gradient of a bias."""
+
+    config: Sm80QueryConfig
+
+
 def _place(work: Work, *names: str) -> tuple[AttentionProblem, bool, Capability, int]:
     return work.problem, work.is_aligned(names), work.device.capability, work.device.smem_limit
 
@@ -44,30 +52,23 @@ def _pays(work: Work, gradients: bool) -> bool:
     return sm80_kinds.pays(work.problem, work.device.name, gradients)
 
 
-def _chosen(work: Work, plan: Any, place: Any, kernel: Callable[..., Kernel] = Kernel, entry: str = "") -> Any:
-    """Return the configuration of a `plan`ned kernel that spills least, or None where the plan has none."""
-    return choose(work, lambda n: plan(*place, skipped=n), lambda config: [kernel(entry or config.entry, config)])
-
-
-def _wide_chosen(work: Work, plan: Any, place: Any) -> Any:
-    """Do as `_chosen` on wide elements, whose plan has one candidate: where it spills, the portable kernels serve."""
-    if not _pays(work, gradients=False):
-        return None
-    return choose(
-        work,
-        lambda _: plan(*place),
-        lambda config: [] if config is None else [Kernel(config.entry, config)],
-        spills=False,
-    )
-
-
 def forward(work: Work) -> bool:
     """Write out and lse; False where another family runs."""
-    place = _place(work, "q", "k", "v")
-    config = _chosen(work, sm80_forward.forward, place) or _wide_chosen(work, sm80_wide.forward, place)
-    if config is None:
+    return _run_forward(work, *_place(work, "q", "k", "v"))
+
+
+def _run_forward(work: Work, *place: Any, is_alike: bool = False) -> bool:
+    """Write out and lse by the first candidate that spills no registers; False where another family runs."""
+    if not _pays(work, gradients=False):
         return False
-    work.run(Kernel(config.entry, config), gpu_split.split(work, config))
+    halves = sm80_forward.forward(*place)
+    configs = halves or sm80_wide.forward(*place)
+    candidates = [Kernel(config.entry, config) for config in (_aligned_as(work, configs) if is_alike else configs)]
+    # Where a rule spills on wide elements the portable kernels serve; on 16 bits tensor cores are faster yet.
+    kernel = work.chosen(candidates) if halves else work.chosen_or_none(candidates)
+    if kernel is None:
+        return False
+    work.run(kernel, gpu_split.split(work, kernel.config))
     return True
 
 
@@ -78,23 +79,18 @@ def forward_alike(work: Work) -> bool:
     its keys in tiles that begin at multiples of the tile's keys.
     """
     place = work.problem, True, work.device.capability, work.device.smem_limit
-    config = _chosen(work, sm80_forward.forward, place) or _wide_chosen(work, sm80_wide.forward, place)
-    if config is None:
-        return False
-    config = _aligned_as(work, config)
-    work.run(Kernel(config.entry, config), gpu_split.split(work, config))
-    return True
+    return _run_forward(work, *place, is_alike=True)
 
 
 def paged_forward(work: Work) -> bool:
     """Do as `forward` on 16 bits, but read pages in place; splits of one size take the tile of `forward_alike`."""
     is_alike = work.problem.split_size is not None
     is_aligned = is_alike or work.is_aligned(("q", "k", "v"))
-    place = work.problem, is_aligned, work.device.capability, work.device.smem_limit
-    config = _chosen(work, sm80_forward.forward, place, entry="paged_forward_sm80")
-    if config is None:
+    configs = sm80_forward.forward(work.problem, is_aligned, work.device.capability, work.device.smem_limit)
+    if not configs:
         return False
-    work.run(Kernel("paged_forward_sm80", _aligned_as(work, config) if is_alike else config), work.arrays)
+    of_arrays = _aligned_as(work, configs) if is_alike else configs
+    work.run(work.chosen(Kernel("paged_forward_sm80", config) for config in of_arrays), work.arrays)
     return True
 
 
@@ -105,20 +101,22 @@ def fp8_forward(work: Work) -> bool:
     """
     is_alike = work.problem.split_size is not None
     is_aligned = is_alike or work.is_aligned(("q", "k", "v"))
-    config = sm80_fp8.forward(work.problem, is_aligned, work.device.capability, work.device.smem_limit)
-    if config is None:
+    configs = sm80_fp8.forward(work.problem, is_aligned, work.device.capability, work.device.smem_limit)
+    if not configs:
         return False
+    of_arrays = _aligned_as(work, configs) if is_alike else configs
     if work.problem.pages is not None:
         gpu_pages.with_first_keys(work)
-        config = replace(config, entry=sm80_fp8.PAGED_ENTRY)
-    config = _aligned_as(work, config) if is_alike else config
-    work.run(Kernel(config.entry, config), work.arrays)
+        of_arrays = [replace(config, entry=sm80_fp8.PAGED_ENTRY) for config in of_arrays]
+    work.run(work.chosen(Kernel(config.entry, config) for config in of_arrays), work.arrays)
     return True
 
 
-def _aligned_as(work: Work, config: Any) -> Any:
-    """Return the same tile, which is filled element by element where arrays are not aligned."""
-    return config if work.is_aligned(("q", "k", "v")) else replace(config, aligned=False, has_bias_tiles=False)
+def _aligned_as(work: Work, configs: Sequence[Any]) -> Sequence[Any]:
+    """Return the same tiles, which are filled element by element where arrays are not aligned."""
+    if work.is_aligned(("q", "k", "v")):
+        return configs
+    return [replace(config, aligned=False, has_bias_tiles=False) for config in configs]
 
 
 def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
@@ -127,15 +125,11 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
     The result are the gradients that are left, or None where another family runs.
     """
     problem, arrays = work.problem, work.arrays
-    place = _place(work, "q", "k", "v", "dout", "out")
-    configs = choose(
-        work,
-        lambda n: sm80_backward.backward(*place, skipped=n),
-        lambda configs: [_Gradient(MAIN, config) for config in configs],
-    )
-    if not configs:
+    passes = sm80_backward.backward(*_place(work, "q", "k", "v", "dout", "out"))
+    kernels = work.chosen_pass([tuple(_Gradient(MAIN, config) for config in each) for each in passes])
+    if not kernels:
         return None
-    first = configs[0]
+    first = kernels[0].config
     others = {name: x for name, x in grads.items() if name not in ("k", "v")}
     of_queries: Arrays = {}
     if "q" in grads and (first.deterministic or not problem.deterministic):
@@ -147,12 +141,12 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
         del others["q"]
     work.run(_Gradient(ROWS, sm80_backward.of_rows(first, ROWS)), with_dlse | of_queries)
     inputs = {name: x for name, x in arrays.items() if name != "out"}
-    for config in configs:
-        sums = of_queries if config.computes_dk else {}
-        computed = (("k", config.computes_dk), ("v", config.computes_dv))
+    for kernel in kernels:
+        sums = of_queries if kernel.config.computes_dk else {}
+        computed = (("k", kernel.config.computes_dk), ("v", kernel.config.computes_dv))
         of_keys = {f"d{name}": grads[name] for name, here in computed if here and name in grads}
         if of_keys or sums:
-            work.run(_Gradient(MAIN, config), inputs | sums | of_keys)
+            work.run(kernel, inputs | sums | of_keys)
     if of_queries:
         work.run(_Gradient(DQ, sm80_backward.of_rows(first, DQ)), inputs | of_queries | {"dq": grads["q"]})
     return others
@@ -162,12 +156,12 @@ def of_queries(work: Work, grads: Arrays) -> Arrays:
     """Write dq and each row's share of the slopes' gradient where a family left them; return the other gradients."""
     if not grads.keys() & {"q", "alibi_slopes"}:
         return grads
-    place = _place(work, "q", "k", "v", "dout")
-    if (config := _chosen(work, sm80_backward.of_queries, place, gpu_portable.Tiles)) is None:
+    configs = sm80_backward.of_queries(*_place(work, "q", "k", "v", "dout"))
+    if not configs:
         return grads
     work.arrays |= gpu_portable.rows_of_slopes(work, grads)
     dq = {f"d{name}": x for name, x in grads.items() if name == "q"}
-    work.run(gpu_portable.Tiles(config.entry, config), work.arrays | dq)
+    work.run(work.chosen(gpu_portable.Tiles(config.entry, config) for config in configs), work.arrays | dq)
     return {name: x for name, x in grads.items() if name != "q"}
 
 
@@ -175,11 +169,12 @@ def of_bias(work: Work, grads: Arrays) -> Arrays:
     """Write the gradient of a bias where a family left it; return the other gradients."""
     if "bias" not in grads:
         return grads
-    config = _chosen(work, sm80_backward.of_bias, _place(work, "q", "k", "v", "dout"), gpu_portable.Bias)
-    if config is None or not _pays(work, gradients=True):
+    configs = sm80_backward.of_bias(*_place(work, "q", "k", "v", "dout"))
+    if not configs or not _pays(work, gradients=True):
         return grads
-    gpu_split.split(work, config)
-    gpu_portable.gradient_of_bias(work, grads["bias"], gpu_portable.Bias(config.entry, config), config.min_blocks)
+    kernel = work.chosen(_Bias(config.entry, config) for config in configs)
+    gpu_split.split(work, kernel.config)
+    gpu_portable.gradient_of_bias(work, grads["bias"], kernel, kernel.config.min_blocks)
     return {name: x for name, x in grads.items() if name != "bias"}
 
 
@@ -190,6 +185,6 @@ def wide_backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None
     """
     if not _pays(work, gradients=True):
         return None
-    configs = sm80_wide.backward(*_place(work, "q", "k", "v", "dout"))
-    kernels = [gpu_portable.Tiles(config.entry, config) for config in configs]
-    return gpu_split.run_passes(work, with_dlse, grads, choose(work, lambda _: kernels, iter, spills=False) or ())
+    passes = sm80_wide.backward(*_place(work, "q", "k", "v", "dout"))
+    candidates = [tuple(gpu_portable.Tiles(config.entry, config) for config in each) for each in passes]
+    return gpu_split.run_passes(work, with_dlse, grads, work.chosen_pass(candidates, others_serve=True))

@@ -15,7 +15,6 @@ from cuflash.gpu.pages import check_rows
 from cuflash.gpu.params import SCORE_TENSORS, Arrays, num_key_splits
 from cuflash.gpu.persistent import Box, Persistent
 from cuflash.gpu.portable import SUM_ROWS, Sum, WithoutTiles
-from cuflash.gpu.registers import choose
 from cuflash.hardware import ALIGNMENT, HALF_BYTES, WARP
 from cuflash.plan import sm90_backward, sm90_forward, sm90_grid
 from cuflash.plan.portable import types_of
@@ -89,12 +88,7 @@ def forward(work: Work) -> bool:
     if layouts is None:
         return False
     tensors = layouts, *(_layout(work, work.arrays.get(x)) for x in ("bias", "mask"))
-    config = choose(
-        work,
-        lambda n: sm90_forward.forward(work.problem, *tensors, skipped=n),
-        lambda config: [] if config is None else [Forward(config.entry, config)],
-        spills=False,
-    )
+    config = sm90_forward.forward(work.problem, *tensors)
     if config is None:
         return False
     config, num_splits = sm90_grid.for_grid(work.problem, config, work.device.num_sms)
@@ -103,7 +97,10 @@ def forward(work: Work) -> bool:
     partials = _partial_results(work, num_splits)
     if partials or not _is_out_expressible(work):
         config = replace(config, splits_keys=bool(partials), staging_panels=0, pair=1)
-    work.run(Forward(config.entry, config), work.arrays | partials)
+    kernel = _first_forward(work, config)
+    if kernel is None:
+        return False
+    work.run(kernel, work.arrays | partials)
     if partials:
         entry = "merge_rows" if sm90_grid.merges_by_rows(work.problem, num_splits) else "merge_splits"
         work.run(Merge(entry, types_of(work.problem)), _select(work.arrays, ("out", "lse")) | partials)
@@ -122,10 +119,19 @@ def _wide_forward(work: Work, config: Sm90ForwardConfig) -> bool:
     """Write a float32 out and lse, as those of the only split of the keys; False where another family runs."""
     out, lse = work.arrays["out"], work.arrays["lse"]
     wide = sm90_forward.wide_config(work.problem, config)
-    if wide is None:
+    kernel = None if wide is None else _first_forward(work, wide)
+    if kernel is None:
         return False
-    work.run(Forward(wide.entry, wide), work.arrays | {"out_splits": out, "lse_splits": lse})
+    work.run(kernel, work.arrays | {"out_splits": out, "lse_splits": lse})
     return True
+
+
+def _first_forward(work: Work, config: Sm90ForwardConfig) -> Forward | None:
+    """Return the kernel of a configuration, or one with a smaller tile where that spills registers.
+
+    There is none where another family runs, as `Work.chosen_pass` says.
+    """
+    return work.chosen_or_none(Forward(each.entry, each) for each in sm90_forward.candidates(work.problem, config))
 
 
 def _is_out_expressible(work: Work) -> bool:
@@ -234,17 +240,22 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays, adds: bool = False) -
     layouts = work.layouts(("q", "k", "v", "dout", "out")) if work.device.has_wgmma else None
     if layouts is None:
         return None
-    tensors = layouts, *(_layout(work, x) for x in (arrays.get("bias"), grads.get("bias"), arrays.get("mask")))
-    config = choose(
-        work,
-        lambda n: sm90_backward.backward(problem, *tensors, skipped=n),
-        lambda config: [] if config is None else [Gradients(config.entry, config)],
-        spills=False,
+    configs = sm90_backward.backward(
+        problem, layouts, *(_layout(work, x) for x in (arrays.get("bias"), grads.get("bias"), arrays.get("mask")))
     )
-    if config is None:
+    if not configs:
         return None
     is_wide = any(grads[name].dtype.itemsize > HALF_BYTES for name in ("q", "k", "v") if name in grads)
-    config = replace(config, wide_results=is_wide, adds_results=adds)
+    results = {f"d{name}": grads[name] for name in ("k", "v") if name in grads}
+    is_split = not is_wide and not adds and bool(results)
+    splits = splits_of(problem, configs[0], work.device.num_sms) if is_split else WHOLE_QUERIES
+    if splits.in_all > 1:
+        configs = tuple(map(sm90_backward.with_query_splits, configs))
+    of_results = [replace(config, wide_results=is_wide, adds_results=adds) for config in configs]
+    kernel = work.chosen_or_none(Gradients(config.entry, config, splits) for config in of_results)
+    if kernel is None:
+        return None
+    config = kernel.config
     tiles = batch_heads(problem, problem.num_heads_q) * num_tiles(problem, problem.seqlen_q, config.block_m)
     rows = {name: work.empty((tiles, config.block_m), problem.accum_dtype) for name in ("row_lse", "row_delta")}
     if "q" in grads:
@@ -257,13 +268,10 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays, adds: bool = False) -
         # Each lane of the warp that waits polls one thread block that prepares rows.
         rows["rows_ready"] = work.empty((WARP,), np.int32)
     work.run(BeforeGradients(sm90_backward.ROWS, config.of_rows), with_dlse | rows | dbias)
-    key_grads = results = {f"d{name}": grads[name] for name in ("k", "v") if name in grads}
-    is_split = not is_wide and not adds and bool(results)
-    splits = splits_of(problem, config, work.device.num_sms) if is_split else WHOLE_QUERIES
+    key_grads = results
     if splits.in_all > 1:
-        config = sm90_backward.with_query_splits(config)
         key_grads = query_splits.shares_of(work, results, splits.in_all)
-    work.run(Gradients(config.entry, config, splits), _select(arrays, _MAIN_INPUTS) | rows | key_grads | dbias)
+    work.run(kernel, _select(arrays, _MAIN_INPUTS) | rows | key_grads | dbias)
     if "q" in grads:
         sums = _select(rows, ("dq_sum", "dq_order"))
         work.run(Dq(sm90_backward.DQ, config.of_rows, splits), _select(arrays, _LENGTHS) | sums | {"dq": grads["q"]})

@@ -21,7 +21,6 @@ from cuflash.gpu.launch import ExtraArguments, Kernel, Work, batch_heads
 from cuflash.gpu.params import Arrays, word_of
 from cuflash.gpu.persistent import KeptMaps, TileCounter
 from cuflash.gpu.portable import WithoutTiles
-from cuflash.gpu.registers import choose
 from cuflash.gpu.split_layout import OPERANDS, ROW_ALIGNMENT
 from cuflash.hardware import FLOAT_BYTES, HALF_BYTES, PANEL, SWIZZLE_BYTES, whole_rows
 from cuflash.plan import sm80_wide, sm90_backward, sm90_grid
@@ -188,25 +187,19 @@ class Gradient(Kernel):
 
 def forward(work: Work) -> bool:
     """Write out and lse; False where another family runs."""
-    if not work.device.has_wgmma:
+    configs = plan_split.forward(work.problem) if work.device.has_wgmma else ()
+    kernel = work.chosen_or_none(Forward(config.entry, config) for config in configs)
+    if kernel is None:
         return False
-    config = choose(
-        work,
-        lambda _: plan_split.forward(work.problem),
-        lambda config: [] if config is None else [Forward(config.entry, config)],
-        spills=False,
-    )
-    if config is None:
-        return False
-    work.run(Forward(config.entry, config), split(work, config))
+    work.run(kernel, split(work, kernel.config))
     return True
 
 
 def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
     """Write dq, dk, dv, delta and the slopes' rows; return the gradients left, None where another family runs."""
-    configs = plan_split.backward(work.problem) if work.device.has_wgmma else ()
-    kernels = [Gradient(config.entry, config) for config in configs]
-    return run_passes(work, with_dlse, grads, choose(work, lambda _: kernels, iter, spills=False) or ())
+    passes = plan_split.backward(work.problem) if work.device.has_wgmma else ()
+    candidates = [tuple(Gradient(config.entry, config) for config in each) for each in passes]
+    return run_passes(work, with_dlse, grads, work.chosen_pass(candidates, others_serve=True))
 
 
 def run_passes(work: Work, with_dlse: Arrays, grads: Arrays, kernels: Sequence[Kernel]) -> Arrays | None:

@@ -7,13 +7,13 @@ turns every field of one into a constant of the kernel's source.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from cuflash.kept import kept
 from cuflash.problem.attention_problem import WHOLE, AttentionProblem, accum_of
-from cuflash.rules.expression import in_order
+from cuflash.rules.expression import Node, in_order
 from cuflash.rules.form import NO_RULES, Rules
 
 CPP_TYPES = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float", "float64": "double"}
@@ -23,6 +23,8 @@ COLUMNS = 16  # half of v's columns is rounded up to a multiple of this
 # Kernels for tensor cores compute up to a hundred elements of a tile one behind the other, each with the user's own
 # rule: the compiler would take minutes for longer ones.
 _MOST_OPERATIONS = 150
+# Sines and cosines share at most so many bytes of local memory, for the digits of pi that a large number needs.
+_REDUCED_BYTES = {CPP_TYPES["float32"]: 32, CPP_TYPES["float64"]: 40}
 # Users read these words where a forward pass runs once for each half of v's columns.
 BY_HALVES = "; half of v's columns at a time"
 
@@ -69,6 +71,18 @@ class KernelConfig:
         """Threads of a thread block."""
         raise NotImplementedError
 
+    @property
+    def words(self) -> str:
+        """Entry, types, head dims, tile and options, for users."""
+        dims = "/".join(str(d) for d in (self.head_dim, self.head_dim_v) if d) or "any"
+        return f"{self.entry} {self.element} d{dims} {self.tile} {self.flags}"
+
+    @property
+    def local_bytes(self) -> int:
+        """Bytes of local memory that a thread has by design, at most; a kernel with more spills registers."""
+        has_turns = any(x.op in ("sin", "cos") for x in _operations_of(self.rules))
+        return _REDUCED_BYTES[self.accum] if has_turns else 0
+
 
 FLAGS = tuple(f.name for f in fields(KernelConfig) if f.name.startswith("has_"))
 # The condition under which a problem has each flag. A family's HANDLES lists the flags that its kernels know. They
@@ -97,7 +111,7 @@ KNOWN_TO_ALL = (
     "has_block_mask",
 )
 # Flags of users' own rules. How many registers a rule takes is met when it is compiled: where it spills, the plan's
-# next candidate is taken (`gpu.registers`).
+# next candidate is taken (`gpu.choose`).
 OF_RULES = ("has_score_mod", "has_mask_mod")
 
 
@@ -164,8 +178,11 @@ def not_taken(handled: tuple[str, ...], problem: AttentionProblem) -> str:
 
 @kept
 def _has_long_rules(problem: AttentionProblem) -> bool:
-    roots = [root for root in (problem.rules.score, problem.rules.visible) if root is not None]
-    return sum(1 for _ in in_order(roots)) > _MOST_OPERATIONS
+    return sum(1 for _ in _operations_of(problem.rules)) > _MOST_OPERATIONS
+
+
+def _operations_of(rules: Rules) -> Iterator[Node]:
+    return in_order([root for root in (rules.score, rules.visible) if root is not None])
 
 
 def of_half(problem: AttentionProblem) -> AttentionProblem:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from cuflash.hardware import ALIGNMENT, SMALLEST_SMEM
 from cuflash.kept import kept
@@ -155,7 +156,7 @@ def _smem_bytes(entry: str, tile: PortableTile, accum: str, head_dim: int, head_
 
 
 @cache
-def config_of(
+def configs_of(
     entry: str,
     dtype: str,
     bias_dtype: str | None,
@@ -164,26 +165,34 @@ def config_of(
     flags: tuple[str, ...],
     smem_limit: int = SMALLEST_SMEM,
     in_slices: bool = False,
-) -> PortableConfig:
-    """The configuration of a portable kernel.
+) -> tuple[PortableConfig, ...]:
+    """The configurations of a portable kernel, that with the fastest tile first.
 
     Head dims are classes, `flags` a subset of `FLAGS`, and `smem_limit` the bytes that a thread block may use. Results
     of more columns than the widest class has are computed `in_slices` of so many.
     """
     accum = accum_of(dtype)
     row = PORTABLE[entry, accum, max(head_dim, head_dim_v)]
-    with_options = row.in_slices if in_slices and row.in_slices else row.with_options
-    tiles = (with_options,) if without_window(flags) else row.tiles
-    fitting = (t for t in tiles if _smem_bytes(entry, t, accum, head_dim, head_dim_v) <= smem_limit)
-    tile = next(fitting, with_options)
-    return PortableConfig(
-        entry=entry,
-        head_dim=head_dim,
-        head_dim_v=head_dim_v,
-        smem_bytes=_smem_bytes(entry, tile, accum, head_dim, head_dim_v),
-        slice_columns=WIDEST if in_slices else 0,
-        **common(PortableConfig, dtype, bias_dtype, flags, tile),
+    last = row.in_slices if in_slices and row.in_slices else row.with_options
+    tiles = (last,) if without_window(flags) else (*row.tiles, last)
+    smem_bytes = {tile: _smem_bytes(entry, tile, accum, head_dim, head_dim_v) for tile in tiles}
+    return tuple(
+        PortableConfig(
+            entry=entry,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            smem_bytes=size,
+            slice_columns=WIDEST if in_slices else 0,
+            **common(PortableConfig, dtype, bias_dtype, flags, tile),
+        )
+        for tile, size in smem_bytes.items()
+        if size <= smem_limit or tile == last
     )
+
+
+def config_of(*given: Any, **others: Any) -> PortableConfig:
+    """The first of `configs_of`."""
+    return configs_of(*given, **others)[0]
 
 
 def _of_results(entry: str, head_dim: int, head_dim_v: int) -> tuple[int, int]:
@@ -194,8 +203,8 @@ def _of_results(entry: str, head_dim: int, head_dim_v: int) -> tuple[int, int]:
 
 
 @kept
-def plan(problem: AttentionProblem, entry: str, smem_limit: int = SMALLEST_SMEM) -> PortableConfig:
-    """The kernel `entry` of `PORTABLE` for a problem; NotImplementedError for an option that it does not know."""
+def plan(problem: AttentionProblem, entry: str, smem_limit: int = SMALLEST_SMEM) -> tuple[PortableConfig, ...]:
+    """The candidates for the kernel `entry` of `PORTABLE`; NotImplementedError for an option that it does not know."""
     if unknown(HANDLES, problem):
         raise NotImplementedError(f"{entry}: no kernel takes these inputs with {unknown(HANDLES, problem)}")
     flags = flags_of(problem)
@@ -204,8 +213,8 @@ def plan(problem: AttentionProblem, entry: str, smem_limit: int = SMALLEST_SMEM)
     else:
         head_dim, head_dim_v = _of_results(entry, head_dim_class(problem.head_dim), head_dim_class(problem.head_dim_v))
     in_slices = max(_of_results(entry, problem.head_dim, problem.head_dim_v)) > WIDEST
-    config = config_of(entry, problem.dtype, problem.bias_dtype, head_dim, head_dim_v, flags, smem_limit, in_slices)
-    return with_rules(config, problem)
+    configs = configs_of(entry, problem.dtype, problem.bias_dtype, head_dim, head_dim_v, flags, smem_limit, in_slices)
+    return tuple(with_rules(config, problem) for config in configs)
 
 
 def types_of(problem: AttentionProblem) -> PortableConfig:

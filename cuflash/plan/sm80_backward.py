@@ -215,15 +215,13 @@ def configs(
     is_short: bool = False,
     deterministic: bool = False,
     block_keys: int = 0,
-    skipped: int = 0,
-) -> tuple[Sm80BackwardConfig, ...]:
-    """The kernels for dq, dk and dv of a row; none where no tile fits.
+) -> tuple[tuple[Sm80BackwardConfig, ...], ...]:
+    """The candidates for the kernels for dq, dk and dv of a row, the fastest first; none where no tile fits.
 
     `flags` is a subset of `FLAGS`, `limit` the bytes of shared memory that a thread block may use, `is_short` says that
-    few queries see a key, `block_keys` are the keys of a mask's block, 0 without one, and so many tiles that fit are
-    `skipped`, but the last is not.
+    few queries see a key, and `block_keys` are the keys of a mask's block, 0 without one.
     """
-    fitting = [
+    tiles = (
         t
         for t in row.tiles_for(flags, aligned)
         if capability < t.below
@@ -231,13 +229,10 @@ def configs(
         and (is_short or not t.short)
         and meets_whole_blocks(t.block_n, block_keys)
         and fits(t.min_blocks, _smem_bytes(t, row, True), limit)
-    ]
-    if not fitting:
-        return ()
-    tile = fitting[min(skipped, len(fitting) - 1)]
-    passes = ((True, True),) if tile.together else ((True, False), (False, True))
-    return tuple(
-        Sm80BackwardConfig(
+    )
+
+    def config_of(tile: Sm80BackwardTile, computes_dk: bool, computes_dv: bool) -> Sm80BackwardConfig:
+        return Sm80BackwardConfig(
             entry=MAIN,
             vector_adds=capability >= _LARGE_ADDS,
             plain_scores=are_products(flags),
@@ -247,8 +242,12 @@ def configs(
             smem_bytes=_smem_bytes(tile, row, computes_dk),
             **constants(Sm80BackwardConfig, row, tile, dtype, bias_dtype, flags, capability, aligned),
         )
-        for computes_dk, computes_dv in passes
-    )
+
+    def of_tile(tile: Sm80BackwardTile) -> tuple[Sm80BackwardConfig, ...]:
+        passes = ((True, True),) if tile.together else ((True, False), (False, True))
+        return tuple(config_of(tile, *computes) for computes in passes)
+
+    return tuple(dict.fromkeys(map(of_tile, tiles)))
 
 
 def of_rows(config: Sm80BackwardConfig, entry: str) -> Sm80BackwardConfig:
@@ -271,19 +270,16 @@ def _is_short(problem: AttentionProblem) -> bool:
 
 @kept
 def backward(
-    problem: AttentionProblem, aligned: bool, capability: Capability, limit: int, skipped: int = 0
-) -> tuple[Sm80BackwardConfig, ...]:
-    """The kernels for dq, dk and dv; none where mma.sync does not take the dtype or an option, or no tile fits.
-
-    With `skipped` the result is a later candidate, or the last.
-    """
+    problem: AttentionProblem, aligned: bool, capability: Capability, limit: int
+) -> tuple[tuple[Sm80BackwardConfig, ...], ...]:
+    """The candidates for the kernels for dq, dk and dv; none where mma.sync does not take the dtype or an option."""
     if problem.dtype not in dtypes(capability) or not_taken(HANDLES, problem):
         return ()
     row = next(r for r in BACKWARD if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
     given = row, problem.dtype, problem.bias_dtype, flags_of(problem), capability, limit, aligned, _is_short(problem)
     in_order = bool(problem.deterministic and not problem.block_mask)
-    found = configs(*given, in_order, problem.block_size[1], skipped)
-    return tuple(with_rules(config, problem) for config in found)
+    passes = configs(*given, in_order, problem.block_size[1])
+    return tuple(tuple(with_rules(config, problem) for config in each) for each in passes)
 
 
 def _smem_of_queries(tile: Sm80Tile, row: Sm80Row[Sm80Tile]) -> int:
@@ -296,9 +292,9 @@ def _smem_of_queries(tile: Sm80Tile, row: Sm80Row[Sm80Tile]) -> int:
 _QUERY_KERNEL: dict[str, Any] = {"rows": OF_QUERIES, "entry": ORDERED_DQ, "smem_bytes": _smem_of_queries}
 
 
-def of_queries(problem: AttentionProblem, *place: Any, skipped: int = 0) -> Sm80QueryConfig | None:
-    """The kernel that adds dq in the order of keys, or None; `place` and `skipped` are as in `sm80_forward.forward`."""
-    return sm80_forward.forward(problem, *place, handled=HANDLES, skipped=skipped, **_QUERY_KERNEL)
+def of_queries(problem: AttentionProblem, *place: Any) -> tuple[Sm80QueryConfig, ...]:
+    """The candidates for the kernel that adds dq in the order of keys; `place` is as in `sm80_forward.forward`."""
+    return sm80_forward.forward(problem, *place, handled=HANDLES, **_QUERY_KERNEL)
 
 
 def _smem_of_bias(tile: Sm80Tile, row: Sm80Row[Sm80Tile]) -> int:
@@ -313,14 +309,10 @@ def _with_bias(config: Sm80QueryConfig) -> Sm80QueryConfig:
     return replace(config, has_bias=True, plain_scores=False)
 
 
-def of_bias(problem: AttentionProblem, *place: Any, skipped: int = 0) -> Sm80QueryConfig | None:
-    """The kernel for the gradient of a bias of any shape, or None.
-
-    `place` and `skipped` are as in `sm80_forward.forward`.
-    """
-    without = replace(problem, bias=None)
-    config = sm80_forward.forward(without, *place, handled=HANDLES, skipped=skipped, **_BIAS_KERNEL)
-    return _with_bias(config) if config else sm80_wide.of_bias(problem, *place)
+def of_bias(problem: AttentionProblem, *place: Any) -> tuple[Sm80QueryConfig, ...]:
+    """The candidates for the gradient of a bias of any shape; `place` is as in `sm80_forward.forward`."""
+    configs = sm80_forward.forward(replace(problem, bias=None), *place, handled=HANDLES, **_BIAS_KERNEL)
+    return tuple(map(_with_bias, configs)) or sm80_wide.of_bias(problem, *place)
 
 
 def reason(problem: AttentionProblem) -> str:
@@ -332,7 +324,7 @@ def reason(problem: AttentionProblem) -> str:
             own_options = not_taken(HANDLES, problem)
             lacking = f"with {own_options}" if own_options else f"for {problem.dtype} of this size"
             return f"portable kernels: mma.sync has none {lacking}"
-        tiles.append(f"{chosen[0].tile} on {name}")
+        tiles.append(f"{chosen[0][0].tile} on {name}")
     return f"mma.sync, tiles of {', '.join(tiles)}"
 
 
@@ -347,8 +339,8 @@ def table(capability: Capability, limit: int) -> Iterator[tuple[Sm80BackwardConf
             for flags, aligned, is_short, block_keys in (*kinds, (HANDLES, False, False, 0)):
                 given = dtype, None, flags, capability, limit, aligned, is_short
                 for deterministic in (False,) if "has_block_mask" in flags else (False, True):
-                    for config in configs(row, *given, deterministic, block_keys):
-                        yield config, dtype
+                    candidates = configs(row, *given, deterministic, block_keys)
+                    yield from ((config, dtype) for config in (candidates[0] if candidates else ()))
     yield from sm80_forward.table(capability, limit, handled=HANDLES, **_QUERY_KERNEL)
     for other, dtype in sm80_forward.table(capability, limit, handled=HANDLES, **_BIAS_KERNEL):
         yield _with_bias(other), dtype

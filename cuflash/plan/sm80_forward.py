@@ -6,7 +6,7 @@ its rows and its choice of the first tile that fits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Generic, TypeVar
@@ -66,7 +66,7 @@ _FINE = 64  # a tile of at most so many queries or keys is taken whatever the si
 
 @dataclass(frozen=True)
 class Sm80Row(Generic[T]):
-    """Tiles for head dims up to these: the first is taken whose thread blocks fit a multiprocessor together."""
+    """Tiles for head dims up to these, the fastest first, of which those are candidates that fit a multiprocessor."""
 
     head_dim: int  # widest q and k
     head_dim_v: int  # widest v
@@ -78,7 +78,7 @@ class Sm80Row(Generic[T]):
         """The tiles for these flags; `is_plain` says that scores are scaled as usual and arrays are aligned."""
         options = without_window(flags)
         if is_plain and not options:
-            return self.tiles
+            return *self.tiles, *self.with_options
         alone = without_blocks_of_rule(options)
         with_one = self.with_one if is_plain and len(alone) == 1 else ()
         return (*(t for t in with_one if options <= {*t.only}), *self.with_options)
@@ -198,19 +198,12 @@ def fits(min_blocks: int, smem_bytes: int, limit: int) -> bool:
     return min_blocks * (smem_bytes + _RESERVED_SMEM) <= limit + _RESERVED_SMEM
 
 
-def first_fitting(
-    tiles: tuple[Sm80Tile, ...],
-    smem_bytes: Callable[[Sm80Tile], int],
-    capability: Capability,
-    limit: int,
-    skipped: int = 0,
-) -> Sm80Tile:
-    """The first tile for a GPU whose thread blocks fit one of its multiprocessors together.
-
-    So many of these tiles are `skipped`, but the last is not.
-    """
-    fitting = [t for t in tiles if capability < t.below and fits(t.min_blocks, smem_bytes(t), limit)]
-    return fitting[min(skipped, len(fitting) - 1)]
+def fitting(
+    tiles: Iterable[Sm80Tile], smem_bytes: Callable[[Sm80Tile], int], capability: Capability, limit: int
+) -> tuple[Sm80Tile, ...]:
+    """The tiles for a GPU whose thread blocks fit one of its multiprocessors together, each once."""
+    found = (t for t in tiles if capability < t.below and fits(t.min_blocks, smem_bytes(t), limit))
+    return tuple({replace(t, below=ANY, only=()): t for t in found}.values())
 
 
 def constants(
@@ -232,7 +225,7 @@ def constants(
     }
 
 
-def forward_config(
+def forward_configs(
     row: Sm80Row[Sm80Tile],
     dtype: str,
     bias_dtype: str | None,
@@ -244,9 +237,8 @@ def forward_config(
     block_size: tuple[int, int] = NO_BLOCKS,
     entry: str = ENTRY,
     smem_bytes: Callable[[Sm80Tile, Sm80Row[Sm80Tile]], int] = _forward_smem,
-    skipped: int = 0,
-) -> Sm80QueryConfig:
-    """The configuration of one kernel whose thread blocks stay with queries.
+) -> tuple[Sm80QueryConfig, ...]:
+    """The configurations of a kernel whose thread blocks stay with queries, that with the fastest tile first.
 
     `flags` is a subset of `FLAGS`, `limit` the bytes of shared memory that a thread block may use, `smem_bytes` the
     need of a tile, and `skipped` as in `first_fitting`.
@@ -269,15 +261,22 @@ def forward_config(
     def all_bytes(t: Sm80Tile) -> int:
         return smem_bytes(t, row) + bias_bytes(t)
 
-    tile = first_fitting(tiles, all_bytes, capability, limit, skipped)
-    config = Sm80QueryConfig(
-        entry=entry,
-        plain_scores=plain_scores,
-        smem_bytes=all_bytes(tile),
-        **constants(Sm80QueryConfig, row, tile, dtype, bias_dtype, flags, capability, aligned),
-    )
-    is_copied = config.async_copies and aligned and config.bias_element == config.element
-    return replace(config, has_bias_tiles=bias_bytes(tile) > 0 and is_copied)
+    def config_of(tile: Sm80Tile) -> Sm80QueryConfig:
+        config = Sm80QueryConfig(
+            entry=entry,
+            plain_scores=plain_scores,
+            smem_bytes=all_bytes(tile),
+            **constants(Sm80QueryConfig, row, tile, dtype, bias_dtype, flags, capability, aligned),
+        )
+        is_copied = config.async_copies and aligned and config.bias_element == config.element
+        return replace(config, has_bias_tiles=bias_bytes(tile) > 0 and is_copied)
+
+    return tuple(map(config_of, fitting(tiles, all_bytes, capability, limit)))
+
+
+def forward_config(*given: Any, **of: Any) -> Sm80QueryConfig:
+    """The first of `forward_configs`."""
+    return forward_configs(*given, **of)[0]
 
 
 @kept
@@ -289,20 +288,19 @@ def forward(
     rows: tuple[Sm80Row[Sm80Tile], ...] = FORWARD,
     handled: tuple[str, ...] = (),
     **of: Any,
-) -> Sm80QueryConfig | None:
-    """The forward kernel for a problem, or None where mma.sync does not take its dtype or an option.
+) -> tuple[Sm80QueryConfig, ...]:
+    """The candidates for a problem's forward kernel; none where mma.sync does not take its dtype or an option.
 
     `aligned` says that addresses and strides are multiples of 16 bytes, `limit` is the shared memory of a thread block
     in bytes. Other kernels whose thread blocks stay with queries give their own `rows`, the flags `handled`, and
-    `forward_config`'s entry and smem_bytes. With `skipped` the result is a later candidate, or the
-    last.
+    `forward_configs`' entry and smem_bytes.
     """
     if problem.dtype not in dtypes(capability) or not_taken(handled or HANDLES, problem):
-        return None
+        return ()
     row = next(r for r in rows if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
     given = row, problem.dtype, problem.bias_dtype, flags_of(problem), capability, limit
-    config = forward_config(*given, has_plain_scale(problem), aligned, problem.block_size, **of)
-    return with_rules(config, problem)
+    configs = forward_configs(*given, has_plain_scale(problem), aligned, problem.block_size, **of)
+    return tuple(with_rules(config, problem) for config in configs)
 
 
 def reason(problem: AttentionProblem) -> str:
@@ -318,7 +316,7 @@ def reason(problem: AttentionProblem) -> str:
         "" if problem.dtype in dtypes((7, 5)) else f"; portable kernel on sm_75, which multiplies no {problem.dtype}"
     )
     tiles = {name: forward(problem, True, capability_of(name), smem_limit(name)) for name in ("sm_80", "sm_86")}
-    in_words = ", ".join(f"{c.tile} on {name}" for name, c in tiles.items() if c is not None)
+    in_words = ", ".join(f"{configs[0].tile} on {name}" for name, configs in tiles.items() if configs)
     return f"mma.sync, tiles of {in_words}{'' if problem is whole else BY_HALVES}{older}"
 
 

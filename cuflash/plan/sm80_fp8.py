@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from cuflash.hardware import FLOAT_BYTES, HALF_BYTES, capability_of, smem_limit
 from cuflash.kept import kept
 from cuflash.plan import sm80_forward
 from cuflash.plan.config import CPP_TYPES, flags_of, has_plain_scale, not_taken, with_rules
-from cuflash.plan.sm80_forward import Capability, Sm80QueryConfig, Sm80Row, Sm80Tile, forward_config
+from cuflash.plan.sm80_forward import Capability, Sm80QueryConfig, Sm80Row, Sm80Tile, forward_configs
 from cuflash.problem.attention_problem import HALF_DTYPES, AttentionProblem
 from cuflash.problem.fp8 import FP8
 
@@ -62,7 +63,7 @@ def _smem_bytes(tile: Sm80Tile, row: Sm80Row[Sm80Tile], query_codes: bool, multi
     return tiles + scales * FLOAT_BYTES + tile.block_n + _SMEM_BESIDE_TILES
 
 
-def fp8_config(
+def fp8_configs(
     row: Sm80Row[Sm80Tile],
     dtype: str,
     bias_dtype: str | None,
@@ -73,34 +74,46 @@ def fp8_config(
     aligned: bool = True,
     block_size: tuple[int, int] = sm80_forward.NO_BLOCKS,
     result_dtype: str = "bfloat16",
-) -> Fp8Config:
-    """The configuration of one kernel for queries of a dtype of `DTYPES`; the others are `forward_config`'s."""
+) -> tuple[Fp8Config, ...]:
+    """The configurations of a kernel for queries of a dtype of `DTYPES`; the others are `forward_configs`'."""
     query_codes = dtype == FP8
     multiplies = query_codes and capability >= _OF_PRODUCTS
     computed = _COMPUTED if query_codes else dtype
     options = tuple(flag for flag in flags if flag != FLAG)
-    base = forward_config(
+    found = forward_configs(
         row, computed, bias_dtype, options, capability, limit, plain_scores, aligned, block_size, ENTRY,
         lambda tile, own: _smem_bytes(tile, own, query_codes, multiplies),
     )  # fmt: skip
-    given = {f.name: getattr(base, f.name) for f in fields(base)} | {"entry": ENTRY, FLAG: True}
-    return Fp8Config(**given, result=CPP_TYPES[result_dtype], query_codes=query_codes, multiplies_codes=multiplies)
+    own: dict[str, Any] = {
+        "result": CPP_TYPES[result_dtype],
+        "query_codes": query_codes,
+        "multiplies_codes": multiplies,
+    }
+    given: list[dict[str, Any]] = [
+        {f.name: getattr(base, f.name) for f in fields(base)} | {"entry": ENTRY, FLAG: True} for base in found
+    ]
+    return tuple(Fp8Config(**each, **own) for each in given)
+
+
+def fp8_config(*given: Any, **others: Any) -> Fp8Config:
+    """The first of `fp8_configs`."""
+    return fp8_configs(*given, **others)[0]
 
 
 @kept
-def forward(problem: AttentionProblem, aligned: bool, capability: Capability, limit: int) -> Fp8Config | None:
-    """The forward kernel for a problem on e4m3 keys, or None where the GPU is too old or an option has none.
+def forward(problem: AttentionProblem, aligned: bool, capability: Capability, limit: int) -> tuple[Fp8Config, ...]:
+    """The candidates for a problem on e4m3 keys; none where the GPU is too old or an option has none.
 
     `aligned` says that addresses and strides are multiples of 16 bytes, `limit` is the shared memory of a thread block
     in bytes.
     """
     if not problem.has_fp8_keys or capability < _OLDEST or not_taken(HANDLES, problem):
-        return None
+        return ()
     row = next(r for r in FORWARD if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
     given = row, problem.dtype, problem.bias_dtype, flags_of(problem), capability, limit
     plain = has_plain_scale(problem)
-    config = fp8_config(*given, plain, aligned, problem.block_size, problem.result_dtype)
-    return with_rules(config, problem)
+    configs = fp8_configs(*given, plain, aligned, problem.block_size, problem.result_dtype)
+    return tuple(with_rules(config, problem) for config in configs)
 
 
 def reason(problem: AttentionProblem) -> str:
@@ -109,9 +122,9 @@ def reason(problem: AttentionProblem) -> str:
         return f"converted to float32: mma.sync on e4m3 has none with {not_taken(HANDLES, problem)}"
     tiles = {name: forward(problem, True, capability_of(name), smem_limit(name)) for name in ("sm_80", "sm_89")}
     named = ", ".join(
-        f"{c.tile} on {name}{' by products of codes' if c.multiplies_codes else ''}"
-        for name, c in tiles.items()
-        if c is not None
+        f"{configs[0].tile} on {name}{' by products of codes' if configs[0].multiplies_codes else ''}"
+        for name, configs in tiles.items()
+        if configs
     )
     return f"mma.sync on e4m3 keys, tiles of {named}; converted to float32 on GPUs older than sm_80"
 

@@ -32,7 +32,7 @@ from cuflash.plan.sm80_forward import (
     Sm80QueryConfig,
     Sm80Row,
     Sm80Tile,
-    first_fitting,
+    fitting,
 )
 from cuflash.plan.sm80_kinds import (
     FLOAT64,
@@ -56,6 +56,7 @@ _FACTORS = 4  # floats a key takes in the forward kernel: its factor and its val
 # A row of a gradient's tile takes so many bytes besides its elements: lse and delta in float64, or both and two factors
 # in float32.
 _NUMBERS_BYTES = 16
+_FEWEST_COLUMNS = 16  # of a gradient's tile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +115,7 @@ def _unroll(kind: str) -> int:
     return 2 if PARTS_OF[kind] else 3
 
 
-def forward_config(
+def forward_configs(
     row: Sm80Row[Sm80Tile],
     kind: str,
     bias_dtype: str | None,
@@ -123,8 +124,11 @@ def forward_config(
     limit: int,
     plain_scores: bool = True,
     aligned: bool = True,
-) -> WideConfig:
-    """The configuration of one forward kernel; `flags` is a subset of `FLAGS`, `limit` in bytes of shared memory."""
+) -> tuple[WideConfig, ...]:
+    """The configurations of a forward kernel, that with the fastest tile first.
+
+    `flags` is a subset of `FLAGS`, `limit` in bytes of shared memory.
+    """
     is_plain = _is_plain(flags, plain_scores, aligned)
     size, size_v = element_bytes(kind)
     columns = size * row.head_dim + size_v * row.head_dim_v
@@ -134,18 +138,22 @@ def forward_config(
         elements = tile.block_m * size * row.head_dim + tile.stages * tile.block_n * columns
         return elements + factors + SMEM_BESIDE_TILES
 
-    tile = first_fitting(row.tiles if is_plain else row.with_options, smem_bytes, capability, limit)
     has_room = PARTS_OF[kind] > 0 and not has_few_registers(kind, capability)
-    sum_columns = 64 if has_room and row.head_dim <= 192 and tile.block_n != 32 else 32
-    return WideConfig(
-        entry=f"{family_of(kind)}_forward",
-        whole_products=kind == "float64" and capability >= (9, 0) and is_plain,
-        smem_bytes=smem_bytes(tile),
-        **_constants(kind, bias_dtype, flags, plain_scores, aligned, row, tile, sum_columns, 2 if has_room else 1),
-    )
+
+    def config_of(tile: Sm80Tile) -> WideConfig:
+        sum_columns = 64 if has_room and row.head_dim <= 192 and tile.block_n != 32 else 32
+        return WideConfig(
+            entry=f"{family_of(kind)}_forward",
+            whole_products=kind == "float64" and capability >= (9, 0) and is_plain,
+            smem_bytes=smem_bytes(tile),
+            **_constants(kind, bias_dtype, flags, plain_scores, aligned, row, tile, sum_columns, 2 if has_room else 1),
+        )
+
+    tiles = (*(row.tiles if is_plain else ()), *row.with_options)
+    return tuple(map(config_of, fitting(tiles, smem_bytes, capability, limit)))
 
 
-def gradient_configs(
+def gradient_passes(
     row: WideGradientRow,
     kind: str,
     bias_dtype: str | None,
@@ -154,8 +162,11 @@ def gradient_configs(
     limit: int,
     plain_scores: bool = True,
     aligned: bool = True,
-) -> tuple[WideGradientConfig, ...]:
-    """The configurations of a backward pass, that of dq first; `flags` is a subset of `FLAGS`."""
+) -> tuple[tuple[WideGradientConfig, ...], ...]:
+    """The candidates for a backward pass, the fastest first, each with the configuration of dq first.
+
+    `flags` is a subset of `FLAGS`.
+    """
     is_plain = _is_plain(flags, plain_scores, aligned)
     tile = row.tile if is_plain else row.with_options
     if tile is None:
@@ -164,7 +175,27 @@ def gradient_configs(
     # smaller tiles.
     is_tight = row.head_dim > 192 and set(flags) == {"has_window", "has_block_mask"}
     if has_few_registers(kind, capability) and not is_plain and (tile.key_warps == 1 or is_tight):
-        tile = replace(tile, block_n=16)
+        tile = replace(tile, block_n=_FEWEST_COLUMNS)
+    fewer = replace(tile, block_n=_FEWEST_COLUMNS)
+    # mma.sync computes eight columns of scores at least.
+    tiles = (tile, fewer) if 8 * tile.key_warps <= _FEWEST_COLUMNS < tile.block_n else (tile,)
+    given = kind, bias_dtype, flags, capability, limit, plain_scores, aligned, is_tight
+    return tuple(_gradient_pass(row, each, *given) for each in tiles)
+
+
+def _gradient_pass(
+    row: WideGradientRow,
+    tile: Sm80Tile,
+    kind: str,
+    bias_dtype: str | None,
+    flags: tuple[str, ...],
+    capability: Capability,
+    limit: int,
+    plain_scores: bool,
+    aligned: bool,
+    is_tight: bool,
+) -> tuple[WideGradientConfig, ...]:
+    """The configurations of a backward pass with this tile."""
     parts, shares = PARTS_OF[kind], tile.key_warps > 1
     takes_wider = not parts and capability >= (9, 0)
     # A warp that has half of a result's columns holds many sums, so its loop is not unrolled.
@@ -200,7 +231,12 @@ def gradient_configs(
     return tuple(configs)
 
 
-def bias_config(
+def gradient_configs(*given: Any, **others: Any) -> tuple[WideGradientConfig, ...]:
+    """The first of `gradient_passes`; none where portable kernels are faster."""
+    return next(iter(gradient_passes(*given, **others)), ())
+
+
+def bias_configs(
     row: Sm80Row[Sm80Tile],
     kind: str,
     bias_dtype: str | None,
@@ -208,8 +244,8 @@ def bias_config(
     capability: Capability,
     limit: int,
     aligned: bool = True,
-) -> WideGradientConfig:
-    """The kernel for the gradient of a bias; `flags` are those of the other options."""
+) -> tuple[WideGradientConfig, ...]:
+    """The candidates for the gradient of a bias, the fastest first; `flags` are those of the other options."""
 
     def smem_bytes(tile: Sm80Tile) -> int:
         whole, chunks = (
@@ -219,55 +255,58 @@ def bias_config(
         row_bytes = (chunks if tile.stages > 1 else whole) + _NUMBERS_BYTES
         return (tile.block_m + tile.block_n) * row_bytes + SMEM_BESIDE_TILES
 
-    tile = first_fitting(row.tiles_for(flags, aligned), smem_bytes, capability, limit)
-    in_chunks = tile.stages > 1
-    config = WideGradientConfig(
-        entry=f"{family_of(kind)}_bias",
-        whole_products=kind == "float64" and capability >= (9, 0) and (in_chunks or _is_plain(flags, True, aligned)),
-        of_keys=False,
-        computes_dk=False,
-        computes_dv=False,
-        smem_bytes=smem_bytes(tile),
-        **_constants(kind, bias_dtype, (*flags, "has_bias"), False, aligned, row, tile, 32, _unroll(kind)),
-    )
-    return replace(config, unroll=1) if in_chunks and config.parts else config
+    def config_of(tile: Sm80Tile) -> WideGradientConfig:
+        in_chunks = tile.stages > 1
+        is_plain = in_chunks or _is_plain(flags, True, aligned)
+        config = WideGradientConfig(
+            entry=f"{family_of(kind)}_bias",
+            whole_products=kind == "float64" and capability >= (9, 0) and is_plain,
+            of_keys=False,
+            computes_dk=False,
+            computes_dv=False,
+            smem_bytes=smem_bytes(tile),
+            **_constants(kind, bias_dtype, (*flags, "has_bias"), False, aligned, row, tile, 32, _unroll(kind)),
+        )
+        return replace(config, unroll=1) if in_chunks and config.parts else config
+
+    return tuple(map(config_of, fitting(row.tiles_for(flags, aligned), smem_bytes, capability, limit)))
 
 
 def _made(make: Any, rows: Any, problem: AttentionProblem, *place: Any, **given: Any) -> Any:
-    """The result of `make` for the first of `rows` that is wide enough; None where other kernels serve better.
+    """The result of `make` for the first of `rows` that is wide enough; empty where other kernels serve better.
 
     `place` is (aligned, capability, limit) as in `sm80_forward.forward`.
     """
     aligned, capability, limit = place
     if not_taken(HANDLES, problem):
-        return None
+        return ()
     kind = kind_of(problem)
     for row in rows(kind, limit) if multiplies(kind, capability) else ():
         if problem.head_dim <= row.head_dim and problem.head_dim_v <= row.head_dim_v:
             aligned |= PARTS_OF[kind] > 0  # the work space has every row of parts at a multiple of 16 bytes
             return make(row, kind, problem.bias_dtype, flags_of(problem), capability, limit, aligned=aligned, **given)
-    return None
+    return ()
 
 
 @kept
-def forward(problem: AttentionProblem, *place: Any) -> WideConfig | None:
-    """The forward kernel for a problem, or None; `place` is as in `sm80_forward.forward`."""
-    config = _made(forward_config, forward_rows_of, problem, *place, plain_scores=has_plain_scale(problem))
-    return config and with_rules(config, problem)
-
-
-@kept
-def backward(problem: AttentionProblem, *place: Any) -> tuple[WideGradientConfig, ...]:
-    """The kernels for dq, dk and dv of a problem, that for dq first; none where others are faster."""
-    configs = _made(gradient_configs, backward_rows_of, problem, *place, plain_scores=has_plain_scale(problem)) or ()
+def forward(problem: AttentionProblem, *place: Any) -> tuple[WideConfig, ...]:
+    """The candidates for the forward kernel of a problem; `place` is as in `sm80_forward.forward`."""
+    configs = _made(forward_configs, forward_rows_of, problem, *place, plain_scores=has_plain_scale(problem))
     return tuple(with_rules(config, problem) for config in configs)
 
 
 @kept
-def of_bias(problem: AttentionProblem, *place: Any) -> WideGradientConfig | None:
-    """The kernel for the gradient of a bias of any shape, or None."""
-    config = _made(bias_config, lambda kind, _: BIAS[kind], replace(problem, bias=None), *place)
-    return config and with_rules(config, problem)
+def backward(problem: AttentionProblem, *place: Any) -> tuple[tuple[WideGradientConfig, ...], ...]:
+    """The candidates for the kernels for dq, dk and dv of a problem, that for dq first in each."""
+    passes = _made(gradient_passes, backward_rows_of, problem, *place, plain_scores=has_plain_scale(problem))
+    return tuple(tuple(with_rules(config, problem) for config in each) for each in passes)
+
+
+@kept
+def of_bias(problem: AttentionProblem, *place: Any) -> tuple[WideGradientConfig, ...]:
+    """The candidates for the gradient of a bias of any shape."""
+    configs = _made(bias_configs, lambda kind, _: BIAS[kind], replace(problem, bias=None), *place)
+    return tuple(with_rules(config, problem) for config in configs)
 
 
 def reason(problem: AttentionProblem, gradients: bool) -> str:
@@ -289,10 +328,9 @@ def reason(problem: AttentionProblem, gradients: bool) -> str:
 def _tiles(problem: AttentionProblem, gradients: bool, name: str) -> str:
     place = True, capability_of(name), smem_limit(name)
     if gradients:
-        return ", ".join(f"{c.entry} {c.tile}" for c in backward(problem, *place))
+        return ", ".join(f"{c.entry} {c.tile}" for c in next(iter(backward(problem, *place)), ()))
     whole, half = (forward(p, *place) for p in (problem, of_half(problem)))
-    config = whole or half
-    return f"{config.entry} {config.tile}{'' if whole else BY_HALVES}" if config else ""
+    return f"{(whole or half)[0].entry} {(whole or half)[0].tile}{'' if whole else BY_HALVES}" if half else ""
 
 
 def table(capability: Capability, limit: int) -> Iterator[tuple[WideConfig, str]]:
@@ -300,8 +338,8 @@ def table(capability: Capability, limit: int) -> Iterator[tuple[WideConfig, str]
     for kind in [kind for kind in PARTS_OF if multiplies(kind, capability)]:
         for flags in table_flags(HANDLES):
             forward_rows, backward_rows = forward_rows_of(kind, limit), backward_rows_of(kind, limit)
-            passes = [forward_config(row, kind, None, flags, capability, limit) for row in forward_rows]
+            passes = [forward_configs(row, kind, None, flags, capability, limit)[0] for row in forward_rows]
             gradients = [gradient_configs(row, kind, None, flags, capability, limit) for row in backward_rows]
-            of_bias = [bias_config(row, kind, None, flags, capability, limit) for row in BIAS[kind]]
+            of_bias = [bias_configs(row, kind, None, flags, capability, limit)[0] for row in BIAS[kind]]
             for config in (*passes, *sum(gradients, ()), *of_bias):
                 yield config, dtype_of(kind)

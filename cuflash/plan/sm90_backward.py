@@ -46,6 +46,7 @@ from cuflash.plan.sm90_backward_tiles import (
     options_of,
     queries_seen,
     row_for,
+    smaller_rows,
 )
 from cuflash.plan.sm90_forward import DTYPES, SMEM_BESIDE_TILES, Layout, Sm90Config, has_vectors
 from cuflash.problem.attention_problem import AttentionProblem
@@ -274,40 +275,42 @@ def backward(
     bias: Layout | None = None,
     dbias: Layout | None = None,
     mask: Layout | None = None,
-    skipped: int = 0,
-) -> Sm90BackwardConfig | None:
-    """The Hopper kernels for a problem on arrays of these `layouts` (strides in bytes, shape), or None.
-
-    With `skipped`, of a problem with users' own rules, the result is a later candidate, or the last.
+) -> tuple[Sm90BackwardConfig, ...]:
+    """The candidates for the Hopper kernels on arrays of these `layouts` (strides in bytes, shape), the fastest first.
 
     Their addresses, and those of `bias`, `mask` and a wanted `dbias`, are multiples of 16 bytes.
     """
     if obstacle(problem) or not all(sm90_forward.expressible(*layout) for layout in layouts):
-        return None
+        return ()
     in_tiles = problem.bias_dtype in DTYPES and not problem.packed and has_vectors(bias, HALF_BYTES)
     in_tiles = in_tiles and problem.rules.score is None
     in_vectors = has_vectors(mask, 1) and mask is not None and mask[1][-1] % ALIGNMENT == 0
-    config = with_rules(_config(problem, in_tiles, in_vectors, skipped), problem)
-    if config.has_mask and not config.has_mask_vectors and config.head_dim <= 128 and len(options_of(problem)) > 1:
-        return None  # slower than mma.sync
-    writes = config.has_bias_tiles and config.entry == NARROW and _is_whole(problem) and has_vectors(dbias, HALF_BYTES)
+    configs = tuple(with_rules(config, problem) for config in _configs(problem, in_tiles, in_vectors))
+    first = configs[0]
+    if first.has_mask and not first.has_mask_vectors and first.head_dim <= 128 and len(options_of(problem)) > 1:
+        return ()  # slower than mma.sync
+    writes = _is_whole(problem) and has_vectors(dbias, HALF_BYTES)
     writes = writes and not problem.block_mask and not problem.softcap  # softcap changes ds
-    return replace(config, writes_dbias=True) if writes else config
+    return tuple(replace(c, writes_dbias=writes and c.has_bias_tiles and c.entry == NARROW) for c in configs)
 
 
-def _config(
-    problem: AttentionProblem, bias_tiles: bool = False, mask_vectors: bool = False, skipped: int = 0
-) -> Sm90BackwardConfig:
-    row = row_for(problem, bias_tiles, mask_vectors, skipped)
+def _configs(
+    problem: AttentionProblem, bias_tiles: bool = False, mask_vectors: bool = False
+) -> tuple[Sm90BackwardConfig, ...]:
+    row = row_for(problem, bias_tiles, mask_vectors)
     assert row is not None
-    return backward_config(
-        row,
-        problem.dtype,
-        problem.bias_dtype,
-        flags_of(problem),
-        bool(problem.deterministic),
-        bias_tiles and row in WITH_BIAS_TILES,
-        mask_vectors,
+    rows = dict.fromkeys((row, *smaller_rows(problem)))
+    return tuple(
+        backward_config(
+            each,
+            problem.dtype,
+            problem.bias_dtype,
+            flags_of(problem),
+            bool(problem.deterministic),
+            bias_tiles and each in WITH_BIAS_TILES,
+            mask_vectors,
+        )
+        for each in rows
     )
 
 
@@ -322,7 +325,7 @@ def reason(problem: AttentionProblem) -> str:
     """A sentence for users: the kernels that a backward pass takes on Hopper, and why."""
     if obstacle(problem):
         return f"{sm90_forward.OTHER_GPUS}: {obstacle(problem)}"
-    config = _config(problem)
+    config = _configs(problem)[0]
     return (
         f"wgmma and TMA, tiles of {config.tile}, {config.smem_bytes} bytes of shared memory: {config.flags}; "
         f"{sm90_forward.OTHER_GPUS} where an address or a stride of an input is no multiple of 16 bytes"

@@ -60,17 +60,11 @@ def options_of(problem: AttentionProblem) -> set[str]:
     return without_window(flags_of(problem))
 
 
-def row_for(
-    problem: AttentionProblem, bias_tiles: bool = False, mask_vectors: bool = False, skipped: int = 0
-) -> Sm90BackwardRow | None:
-    """Choose the row whose registers suffice for a problem's options, or None.
-
-    With users' own rules so many of the rows that they can take are `skipped`, but the last is not.
-    """
+def row_for(problem: AttentionProblem, bias_tiles: bool = False, mask_vectors: bool = False) -> Sm90BackwardRow | None:
+    """Choose the row whose registers suffice for a problem's options, or None."""
     options = options_of(problem)
     if options & {*OF_RULES}:
-        found = _rows_for_rules(problem, options)
-        return found[min(skipped, len(found) - 1)] if found else None
+        return next(iter(_rows_for_rules(problem, options)), None)
     rows: tuple[Sm90BackwardRow, ...] = WITH_OPTIONS
     # Registers hold no random bits where the additions to dq have an order.
     drops = options == {"has_dropout"} and not problem.deterministic
@@ -98,8 +92,16 @@ def row_for(
     return next((r for r in rows if r.holds(problem)), None)
 
 
+def smaller_rows(problem: AttentionProblem) -> list[Sm90BackwardRow]:
+    """Return the rows that a problem can take where the threads of `row_for`'s would spill registers."""
+    options = options_of(problem)
+    if options & {*OF_RULES}:
+        return _rows_for_rules(problem, options)[1:]
+    return [row for row in WITH_OPTIONS if row.holds(problem)]
+
+
 def _rows_for_rules(problem: AttentionProblem, options: set[str]) -> list[Sm90BackwardRow]:
-    """Return the rows that a problem with users' own rules can take, of which the first is taken that does not spill.
+    """Return the rows that a problem with users' own rules can take, the fastest first.
 
     WIDE hands on a weight times the rule's derivative, whose sign would say that dropout drops it.
     """

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from cuflash.hardware import (
     ALIGNMENT,
@@ -23,6 +24,7 @@ from cuflash.hardware import (
 )
 from cuflash.kept import kept
 from cuflash.plan.config import (
+    FLAGS,
     KNOWN_TO_ALL,
     OF_RULES,
     KernelConfig,
@@ -38,6 +40,7 @@ from cuflash.plan.config import (
 from cuflash.plan.sm90_tiles import FORWARD, Sm90Row, Sm90Tile
 from cuflash.plan.sm90_times import is_timed
 from cuflash.problem.attention_problem import AttentionProblem
+from cuflash.rules.form import NO_RULES
 
 HANDLES = (*KNOWN_TO_ALL, *OF_RULES)  # the flags that the kernel knows
 # These options know rows of several heads. A block mask does not, as its lists of keys are those of tiles of one head,
@@ -118,6 +121,10 @@ class Sm90ForwardConfig(Sm90Config):
         return problem.num_heads_kv if self.packs_heads else problem.num_heads_q
 
 
+def _tiles_for_rules(row: Sm90Row, flags: tuple[str, ...]) -> tuple[Sm90Tile, ...]:
+    return row.tiles_for_rules(len(without_blocks_of_rule(without_window(flags))) > 1)
+
+
 def _tile_for(
     row: Sm90Row,
     flags: tuple[str, ...],
@@ -129,12 +136,10 @@ def _tile_for(
     few_queries: bool,
     bounded_scores: bool,
     has_pages: bool,
-    skipped: int,
 ) -> Sm90Tile:
     options = without_window(flags)
     if options & {*OF_RULES}:
-        tiles = row.tiles_for_rules(len(without_blocks_of_rule(options)) > 1)
-        return tiles[min(skipped, len(tiles) - 1)]
+        return _tiles_for_rules(row, flags)[0]
     if few_queries and "has_block_mask" not in options:
         return row.of_few_queries("has_bias" in options and not bias_tiles)
     if not options and plain_scores:
@@ -171,18 +176,16 @@ def forward_config(
     few_queries: bool = False,
     bounded_scores: bool = False,
     mask_tiles: bool = False,
-    skipped: int = 0,
     packs_heads: bool = False,
     has_pages: bool = False,
 ) -> Sm90ForwardConfig:
     """The configuration of one forward kernel.
 
     `flags` is a subset of `FLAGS`; the other arguments say what `_tile_for` chooses a tile of the row by, and whether
-    TMA loads the bias (`bias_tiles`) and the mask (`mask_tiles`), and whether heads are rows (`packs_heads`). With
-    users' own rules so many of the row's tiles are `skipped`, but the last is not.
+    TMA loads the bias (`bias_tiles`) and the mask (`mask_tiles`), and whether heads are rows (`packs_heads`).
     """
     bounded_scores = bounded_scores and dtype in _BOUNDED_DTYPES and without_window(flags) == {"has_softcap"}
-    of_tile = bias_tiles, mask_tiles, many_keys, narrow_window, few_queries, bounded_scores, has_pages, skipped
+    of_tile = bias_tiles, mask_tiles, many_keys, narrow_window, few_queries, bounded_scores, has_pages
     tile = _tile_for(row, flags, plain_scores, *of_tile)
     if packs_heads:
         tile = row.of_heads(tile, has_pages, bool(without_window(flags)))
@@ -261,6 +264,30 @@ def config_of(
     )
 
 
+@kept
+def candidates(problem: AttentionProblem, config: Sm90ForwardConfig) -> tuple[Sm90ForwardConfig, ...]:
+    """Return a problem's configuration, and behind it those of smaller tiles, which take fewer registers."""
+    row, flags = row_of(problem), tuple(flag for flag in FLAGS if getattr(config, flag))
+    of_inputs = config.plain_scores, config.has_bias_tiles, config.has_mask_tiles
+    smaller = [
+        config_of(
+            *(row, tile, problem.dtype, problem.bias_dtype, flags, *of_inputs),
+            splits_keys=config.splits_keys,
+            packs_heads=config.packs_heads,
+            has_pages=config.has_pages,
+        )
+        for tile in (row.tiles if config.rules == NO_RULES else _tiles_for_rules(row, flags))
+        if tile.block_m * tile.block_n < config.block_m * config.block_n
+        and not tile.alone
+        and not (config.packs_heads and tile.block_m < problem.group_size)
+    ]
+    exact: dict[str, Any] = {"follows_every_maximum": True, "early_powers": 0} if config.follows_every_maximum else {}
+    panels = [min(c.staging_panels, config.staging_panels) for c in smaller]
+    tails = [replace(c, pair=1, staging_panels=n, **exact) for c, n in zip(smaller, panels, strict=True)]
+    by_size = sorted(dict.fromkeys(tails), key=lambda c: -c.block_m * c.block_n)
+    return config, *(with_rules(c, problem) for c in by_size)
+
+
 def wide_config(problem: AttentionProblem, config: Sm90ForwardConfig) -> Sm90ForwardConfig | None:
     """The kernel that writes float32 results, as the only split of the keys; None where there is none.
 
@@ -323,11 +350,8 @@ def forward(
     layouts: tuple[Layout, ...],
     bias: Layout | None = None,
     mask: Layout | None = None,
-    skipped: int = 0,
 ) -> Sm90ForwardConfig | None:
     """The Hopper kernel for a problem on arrays of these `layouts`, or None.
-
-    With `skipped`, of a problem with users' own rules, the result is a later candidate, or the last.
 
     Their addresses, and those of `bias` and `mask`, are multiples of 16 bytes. The result may lie anywhere, so that
     its bits depend on the inputs alone.
@@ -335,8 +359,7 @@ def forward(
     if obstacle(problem) or not all(expressible(*layout) for layout in layouts):
         return None
     bias_itemsize = _ELEMENT_BYTES_OF[problem.bias_dtype or problem.dtype]
-    config = config_for(problem, has_vectors(bias, bias_itemsize), has_vectors(mask, 1), skipped=skipped)
-    return with_rules(config, problem)
+    return config_for(problem, has_vectors(bias, bias_itemsize), has_vectors(mask, 1))
 
 
 def has_vectors(layout: Layout | None, itemsize: int) -> bool:
@@ -375,16 +398,9 @@ def row_of(problem: AttentionProblem) -> Sm90Row:
 
 
 def config_for(
-    problem: AttentionProblem,
-    bias_tiles: bool = False,
-    mask_tiles: bool = False,
-    few_queries: bool | None = None,
-    skipped: int = 0,
+    problem: AttentionProblem, bias_tiles: bool = False, mask_tiles: bool = False, few_queries: bool | None = None
 ) -> Sm90ForwardConfig:
-    """The kernel of a problem, whose tile is that for few queries or not as these are, or as `few_queries` says.
-
-    `skipped` is as in `forward`.
-    """
+    """The kernel of a problem, whose tile is that for few queries or not as these are, or as `few_queries` says."""
     row = row_of(problem)
     plain_scores = has_plain_scale(problem)
     flags = known_flags(problem)
@@ -405,10 +421,10 @@ def config_for(
         few_queries=few_queries,
         bounded_scores=SMALLEST_BOUND <= problem.softcap <= _LARGEST_BOUND,
         mask_tiles=mask_tiles,
-        skipped=skipped,
         packs_heads=packs_heads(problem),
         has_pages=problem.pages is not None,
     )
+    config = with_rules(config, problem)
     if config.packs_heads and problem.group_size > config.block_m:
         config = replace(config, packs_heads=False)
     few = problem.seqlen_q < LONG_QUERIES or problem.packed or problem.window_left is not None

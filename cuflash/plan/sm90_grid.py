@@ -22,7 +22,6 @@ from cuflash.plan.sm90_forward import (
 )
 from cuflash.plan.sm90_times import is_timed, predicted_us, splits_worth_trying
 from cuflash.problem.attention_problem import AttentionProblem
-from cuflash.rules.form import NO_RULES
 
 _SHORT_QUERIES = 512  # up to so many queries, the heads that go together fill only half of `L2_BYTES`
 _EVEN_TILES = 4 * 132  # causal tiles that even out: four for each of an H100's multiprocessors
@@ -51,10 +50,8 @@ def for_grid(problem: AttentionProblem, config: Sm90ForwardConfig, num_sms: int)
         num_splits = max(min(problem.num_splits, -(-problem.seqlen_k // config.block_n)), 1)
         return Launches(_with_exact_maxima(problem, config, num_splits, config.follows_every_maximum), num_splits)
     if has_few_queries(problem):
-        configs = [config]
-        if problem.rules == NO_RULES:  # of these one candidate is known to keep its registers
-            configs += [config_for(problem, config.has_bias_tiles, config.has_mask_tiles, few_queries=False)]
-        return Launches(*sm90_few_queries.quickest(problem, configs, num_sms))
+        other = config_for(problem, config.has_bias_tiles, config.has_mask_tiles, few_queries=False)
+        return Launches(*sm90_few_queries.quickest(problem, (config, other), num_sms))
     tiles = -(-problem.seqlen_q // config.block_m) * problem.num_heads_q * problem.batch
     if tiles >= _MOST_WAVES * num_sms:
         return Launches(config, 1)

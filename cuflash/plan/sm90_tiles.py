@@ -60,13 +60,18 @@ class Sm90Row:
     of_small_grids: tuple[Sm90Tile, ...] = ()  # more tiles for grids that do not fill a GPU, at most with a window
 
     def tiles_for_rules(self, with_others: bool) -> tuple[Sm90Tile, ...]:
-        """The tiles that users' own rules can take, of which the first is taken that does not spill.
+        """The tiles that users' own rules can take, the fastest first.
 
         `with_others` says that there are more options than one.
         """
         more = self.with_more
         smaller = (replace(more, block_n=more.block_n // 2),) if more.block_n >= _LEAST_OF_HALVES else ()
         return (*(() if with_others else (self.with_mask,)), more, *smaller)
+
+    @property
+    def tiles(self) -> tuple[Sm90Tile, ...]:
+        """All tiles of the row."""
+        return tuple(x for x in vars(self).values() if isinstance(x, Sm90Tile))
 
     def with_spare_registers(self, tile: Sm90Tile) -> Sm90Tile:
         """The tile that takes the place of this one with pages, and where a tile has the rows of several heads."""

@@ -124,13 +124,28 @@ def _tile_of(row: SplitRow, flags: tuple[str, ...], plain_scores: bool) -> Split
     return tile
 
 
-def forward_config(
+def forward_configs(
     row: SplitRow, parts: int, bias_dtype: str | None, flags: tuple[str, ...], plain_scores: bool = True
-) -> SplitForwardConfig | None:
-    """The configuration of one forward kernel, if there is one; `flags` is a subset of `FLAGS`."""
+) -> tuple[SplitForwardConfig, ...]:
+    """The configurations of a forward kernel, that with the fastest tile first; `flags` is a subset of `FLAGS`."""
     tile = _tile_of(row, flags, plain_scores)
     if tile is None:
-        return None
+        return ()
+    # Fewer rows or keys take fewer registers; the words of a block mask have to hold whole tiles.
+    smaller = [
+        other
+        for other in (row.with_options, row.with_array, row.with_all, row.with_blocks_and_more)
+        if other is not None
+        and other.block_m * other.block_n < tile.block_m * tile.block_n
+        and not ("has_block_mask" in flags and other.block_n % WORD_BITS)
+    ]
+    tiles = dict.fromkeys((tile, *sorted(smaller, key=lambda x: -x.block_m * x.block_n)))
+    return tuple(_forward_config(row, each, parts, bias_dtype, flags, plain_scores) for each in tiles)
+
+
+def _forward_config(
+    row: SplitRow, tile: SplitTile, parts: int, bias_dtype: str | None, flags: tuple[str, ...], plain_scores: bool
+) -> SplitForwardConfig:
     consumers = tile.block_m // ROWS_OF_WARPGROUP
     row_bytes, row_bytes_v = (
         count * whole_rows(HALF_BYTES * d) for count, d in ((KEY_PARTS[parts], row.head_dim), (parts, row.head_dim_v))
@@ -188,10 +203,10 @@ def gradient_config(
     )
 
 
-def gradient_configs(
+def gradient_passes(
     row: SplitGradientRow, parts: int, bias_dtype: str | None, flags: tuple[str, ...], plain_scores: bool = True
-) -> tuple[SplitGradientConfig, ...]:
-    """The configurations of a pass, that of dq first; none where they would spill, or mma.sync is as fast."""
+) -> tuple[tuple[SplitGradientConfig, ...], ...]:
+    """The candidates for a pass, the fastest first, each with that of dq first; none where mma.sync is as fast."""
     options = without_window(flags)
     with_block_mask = len(options) - 1 if "has_block_mask" in flags else 0  # options that come with a block mask
     if with_block_mask > (2 if row.most_of_two else 1) or any(x <= options for x in row.without):
@@ -200,11 +215,23 @@ def gradient_configs(
     is_narrow = with_block_mask > 1 or any(x <= options for x in row.narrow)
     if is_narrow or with_block_mask:
         most = (row.most_of_two or COLUMNS) if is_narrow else WORD_BITS
-        tiles = {entry: replace(tile, columns=min(tile.columns, most)) for entry, tile in tiles.items()}
+        tiles = _at_most(tiles, most)
+    given = parts, bias_dtype, flags, plain_scores
+    passes = [tiles, _at_most(row.with_options, min(tile.columns for tile in tiles.values())), _at_most(tiles, COLUMNS)]
     return tuple(
-        gradient_config(entry, row.head_dim, tile, parts, bias_dtype, flags, plain_scores)
-        for entry, tile in tiles.items()
+        dict.fromkeys(
+            tuple(gradient_config(entry, row.head_dim, tile, *given) for entry, tile in each.items()) for each in passes
+        )
     )
+
+
+def _at_most(tiles: dict[str, SplitGradientTile], columns: int) -> dict[str, SplitGradientTile]:
+    return {entry: replace(tile, columns=min(tile.columns, columns)) for entry, tile in tiles.items()}
+
+
+def gradient_configs(*given: Any, **others: Any) -> tuple[SplitGradientConfig, ...]:
+    """The first of `gradient_passes`; none where mma.sync is as fast."""
+    return next(iter(gradient_passes(*given, **others)), ())
 
 
 def _is_taken(problem: AttentionProblem) -> bool:
@@ -212,40 +239,40 @@ def _is_taken(problem: AttentionProblem) -> bool:
 
 
 @kept
-def forward(problem: AttentionProblem) -> SplitForwardConfig | None:
-    """The Hopper kernel for the forward pass of a float32 problem, or None."""
+def forward(problem: AttentionProblem) -> tuple[SplitForwardConfig, ...]:
+    """The candidates for the Hopper kernel of a float32 problem's forward pass."""
     if not _is_taken(problem):
-        return None
+        return ()
     parts = PARTS[problem.precision]
     row = next(r for r in FORWARD[parts] if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
-    config = forward_config(row, parts, problem.bias_dtype, flags_of(problem), has_plain_scale(problem))
-    return config and with_rules(config, problem)
+    configs = forward_configs(row, parts, problem.bias_dtype, flags_of(problem), has_plain_scale(problem))
+    return tuple(with_rules(config, problem) for config in configs)
 
 
 @kept
-def backward(problem: AttentionProblem) -> tuple[SplitGradientConfig, ...]:
-    """The kernels for the gradients of a float32 problem, that for dq first; none where others run."""
+def backward(problem: AttentionProblem) -> tuple[tuple[SplitGradientConfig, ...], ...]:
+    """The candidates for the gradients of a float32 problem, that for dq first in each; none where others run."""
     if not _is_taken(problem):
         return ()
     parts = PARTS[problem.precision]
     widest = max(problem.head_dim, problem.head_dim_v)
     for row in BACKWARD[parts]:
         if widest <= row.head_dim:
-            given = row, parts, problem.bias_dtype, flags_of(problem), has_plain_scale(problem)
-            return tuple(with_rules(config, problem) for config in gradient_configs(*given))
+            passes = gradient_passes(row, parts, problem.bias_dtype, flags_of(problem), has_plain_scale(problem))
+            return tuple(tuple(with_rules(config, problem) for config in each) for each in passes)
     return ()
 
 
 def reason(problem: AttentionProblem) -> str:
     """A sentence for users on the forward kernel; empty where other kernels run."""
     whole = forward(problem)
-    config = whole or forward(of_half(problem))
-    return "" if config is None else _in_words(config.tile, config) + ("" if whole else BY_HALVES)
+    configs = whole or forward(of_half(problem))
+    return _in_words(configs[0].tile, configs[0]) + ("" if whole else BY_HALVES) if configs else ""
 
 
 def gradient_reason(problem: AttentionProblem) -> str:
     """A sentence for users on the gradient kernels; empty where other kernels run."""
-    configs = backward(problem)
+    configs = next(iter(backward(problem)), ())
     return _in_words(", ".join(f"{config.entry} {config.tile}" for config in configs), *configs) if configs else ""
 
 
@@ -271,9 +298,7 @@ def table() -> Iterator[tuple[SplitConfig, str]]:
         for row in rows:
             blocks = () if row.with_blocks is None else (("has_window", "has_mask", "has_block_mask"),)
             for flags in (*_TABLE_FLAGS, *blocks, others, _ALL_BUT_BLOCK_MASK, HANDLES):
-                config = forward_config(row, parts, None, flags)
-                if config is not None:
-                    yield config, "float32"
+                yield from ((config, "float32") for config in forward_configs(row, parts, None, flags)[:1])
 
 
 def gradient_table() -> Iterator[tuple[SplitConfig, str]]:

@@ -86,12 +86,6 @@ def configs(
             yield config
 
 
-def describe(config: KernelConfig) -> str:
-    """One kernel in a few words."""
-    dims = "/".join(str(d) for d in (config.head_dim, config.head_dim_v) if d) or "any"
-    return f"{config.entry} {config.element} d{dims} {config.tile} {config.flags}"
-
-
 def in_parallel(jobs: int, work: Callable[[Any], Any], items: list[Any]) -> Iterator[Any]:
     """Compile, the first alone: two threads cannot load NVRTC's built-ins at once."""
     yield from map(work, items[:1])
@@ -125,7 +119,7 @@ def _check(args: argparse.Namespace) -> int:
             print(json.dumps({"arch": arch, "kernel": config.entry, "config": asdict(config), **numbers, "good": good}))
         else:
             print(
-                f"[{number}/{len(items)}] {arch:8} {describe(config):60} {report.registers:4} registers "
+                f"[{number}/{len(items)}] {arch:8} {config.words:60} {report.registers:4} registers "
                 f"{report.spill_bytes:4} bytes spilled "
                 f"{config.smem_bytes + report.static_smem_bytes:6} bytes shared {report.seconds:5.2f} s"
                 f"{''.join(chr(10) + '    ' + line for line in report.warnings)}",
@@ -149,7 +143,7 @@ def _warm(args: argparse.Namespace) -> int:
     _announce(len(selected), args)
     for number, (config, _) in enumerate(zip(selected, in_parallel(args.jobs, load, selected), strict=True), 1):
         if not args.json:
-            print(f"[{number}/{len(selected)}] {describe(config)}", file=sys.stderr, flush=True)
+            print(f"[{number}/{len(selected)}] {config.words}", file=sys.stderr, flush=True)
     seconds = time.perf_counter() - start
     if args.json:
         print(json.dumps({"kernels": len(selected), "seconds": seconds}))

@@ -32,11 +32,11 @@ def _forward(problem: AttentionProblem, arch: str, aligned: bool) -> str:
     if place[1] == (9, 0) and aligned and not sm90_forward.obstacle(problem):
         return sm90_forward.reason(problem)
     for own, words in ((problem, ""), (of_half(problem), BY_HALVES)):
-        if place[1] == (9, 0) and plan_split.forward(own) is not None:
+        if place[1] == (9, 0) and plan_split.forward(own):
             return plan_split.reason(problem)
-        config = sm80_forward.forward(own, *place) or sm80_wide.forward(own, *place)
-        if config is not None and sm80_kinds.pays(own, _CARD, False):
-            return _by_mma(config) + words
+        configs = sm80_forward.forward(own, *place) or sm80_wide.forward(own, *place)
+        if configs and sm80_kinds.pays(own, _CARD, False):
+            return _by_mma(configs[0]) + words
     return _portable(problem, arch, "forward")
 
 
@@ -47,15 +47,15 @@ def _backward(problem: AttentionProblem, arch: str, aligned: bool) -> str:
             return sm90_backward.reason(problem)
         if plan_split.backward(problem):
             return plan_split.gradient_reason(problem)
-    configs: tuple[Any, ...] = sm80_backward.backward(problem, *place)
-    if not configs and sm80_kinds.pays(problem, _CARD, True):
-        configs = sm80_wide.backward(problem, *place)
-    return _by_mma(*configs) if configs else _portable(problem, arch, "backward_dq", *key_kernels(problem))
+    passes: tuple[Any, ...] = sm80_backward.backward(problem, *place)
+    if not passes and sm80_kinds.pays(problem, _CARD, True):
+        passes = sm80_wide.backward(problem, *place)
+    return _by_mma(*passes[0]) if passes else _portable(problem, arch, "backward_dq", *key_kernels(problem))
 
 
 def _of_bias(problem: AttentionProblem, arch: str, aligned: bool) -> str:
-    config = sm80_backward.of_bias(problem, *_place(arch, aligned)) if sm80_kinds.pays(problem, _CARD, True) else None
-    return _portable(problem, arch, "backward_bias") if config is None else _by_mma(config)
+    configs = sm80_backward.of_bias(problem, *_place(arch, aligned)) if sm80_kinds.pays(problem, _CARD, True) else ()
+    return _by_mma(configs[0]) if configs else _portable(problem, arch, "backward_bias")
 
 
 def _by_mma(*configs: KernelConfig) -> str:
@@ -63,7 +63,7 @@ def _by_mma(*configs: KernelConfig) -> str:
 
 
 def _portable(problem: AttentionProblem, arch: str, *entries: str) -> str:
-    configs = [plan(problem, entry, smem_limit(arch)) for entry in entries]
+    configs = [plan(problem, entry, smem_limit(arch))[0] for entry in entries]
     return _in_words("portable kernel (no tensor cores)", *configs)
 
 

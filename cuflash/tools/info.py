@@ -15,6 +15,7 @@ from typing import Any
 from cuflash import __version__, e4m3
 from cuflash.cpu.threads import BLAS_THREADS
 from cuflash.cuda import device as cuda_device
+from cuflash.cuda import refusals
 from cuflash.hardware import capability_of, smem_limit
 from cuflash.plan import sm80_backward, sm80_forward, sm80_fp8, sm80_wide, sm90_backward, sm90_forward
 from cuflash.plan import split as plan_split
@@ -72,8 +73,9 @@ def run(args: argparse.Namespace) -> int:
     facts = {"cuflash": __version__, "python": platform.python_version(), **versions(_PACKAGES), **_gpu()}
     chosen = _chosen(args, head_dim_v)
     lacks = missing()
+    refused = [refusal._asdict() for refusal in refusals.every()]
     if args.json:
-        print(json.dumps({**facts, "missing": lacks, "kernels": chosen}))
+        print(json.dumps({**facts, "missing": lacks, "refused": refused, "kernels": chosen}))
         return 0
     if "CuPy" in lacks or "NVRTC" in lacks or "GPU" in lacks:
         print("\n".join(without_gpu(lacks)), end="\n\n")
@@ -81,6 +83,12 @@ def run(args: argparse.Namespace) -> int:
         print(f"{name:16} {value}")
     print()
     print("\n".join(f"missing: {name}: {words}" for name, words in lacks.items()) or "nothing is missing")
+    for refusal in refused:
+        print(
+            "refused: {kernel} spills {local_bytes} bytes a thread ({compiler}): the next candidate runs".format(
+                **refusal
+            )
+        )
     print()
     width = max(map(len, chosen))
     for name, reason in chosen.items():
@@ -169,7 +177,7 @@ def _chosen(args: argparse.Namespace, head_dim_v: int) -> dict[str, str]:
             found |= on_architecture(problem, arch, args.strides == "aligned")
         return found
     entries = ["forward", "backward_dq", *key_kernels(problem), *(["backward_bias"] if args.bias else [])]
-    chosen = {entry: _portable_reason(plan(problem, entry)) for entry in entries}
+    chosen = {entry: _portable_reason(plan(problem, entry)[0]) for entry in entries}
     reasons = sm90_forward.reason, sm90_backward.reason
     if args.dtype == "float32":
         reasons = plan_split.reason, plan_split.gradient_reason
@@ -188,8 +196,8 @@ def _chosen(args: argparse.Namespace, head_dim_v: int) -> dict[str, str]:
         codes = replace(problem, has_fp8_keys=True, dtype=e4m3.NAME, bias_dtype=bias_dtype, out_dtype=problem.dtype)
         mma["forward on FP8 arrays alone"] = sm80_fp8.reason(codes)
     if args.bias:
-        config = sm80_backward.of_bias(problem, True, capability_of("sm_80"), smem_limit("sm_80"))
-        of_bias = "portable kernel" if config is None else f"mma.sync, {config.entry} {config.tile} on sm_80"
+        configs = sm80_backward.of_bias(problem, True, capability_of("sm_80"), smem_limit("sm_80"))
+        of_bias = f"mma.sync, {configs[0].entry} {configs[0].tile} on sm_80" if configs else "portable kernel"
         mma["gradient of a bias on tensor cores"] = of_bias
     return {"on the CPU": "NumPy, tiled", **hopper, **mma, **chosen}
 

@@ -119,6 +119,7 @@ class _HostDevice:
     smem_limit = 163 * 1024
     capability = (8, 0)
     has_wgmma = False
+    compiler = ""
     empty = staticmethod(np.empty)
 
     @staticmethod

@@ -171,7 +171,7 @@ def test_training_shapes_keep_their_queries_whole() -> None:
         for seqlen in (512, 1024, 2048, 4096, 8192, 16384):
             sizes = (16384 // seqlen, seqlen, seqlen, heads, heads, head_dim, head_dim)
             problem = AttentionProblem(*sizes, "bfloat16", softmax_scale=head_dim**-0.5)
-            config = sm90_backward._config(problem)
+            config = sm90_backward._configs(problem)[0]
             assert sm90_query_splits.splits_of(problem, config, 132) == sm90_query_splits.WHOLE_QUERIES
 
 

@@ -69,7 +69,7 @@ def test_head_dims(place: Device, dims: tuple[int, int], causal: bool) -> None:
 def test_kernels_around_the_gradients_are_compiled_once_for_all_options(entry: str) -> None:
     given = "float16", None
     with_one, with_other = (
-        sm80_backward.configs(sm80_backward.BACKWARD[0], *given, (flag,), (8, 0), hardware.smem_limit("sm_80"))[0]
+        sm80_backward.configs(sm80_backward.BACKWARD[0], *given, (flag,), (8, 0), hardware.smem_limit("sm_80"))[0][0]
         for flag in ("has_alibi", "has_dropout")
     )
     assert with_one != with_other

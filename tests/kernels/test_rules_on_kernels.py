@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import devices
@@ -14,8 +14,10 @@ from devices import Device, device_of, has_gpu
 from paging import as_paged
 from visibility import hidden_keys
 
+from cuflash.cuda import ahead
 from cuflash.frontend import metadata
-from cuflash.gpu import launch, registers, rule_blocks
+from cuflash.gpu import choose, launch, rule_blocks
+from cuflash.kept import Kept
 from cuflash.masks import store
 
 needs_compiler = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
@@ -69,6 +71,14 @@ FORWARD = {
     "float32": {"sm_80": "parts_forward", "sm_90": "split_forward"},
 }
 PORTABLE = {"forward", "backward_dq", "backward_dkv", "backward_dk", "backward_dv", "backward_bias"}
+
+
+def let_spill(monkeypatch: pytest.MonkeyPatch, spilled_bytes: Callable[[Any], int]) -> None:
+    """Let kernels be chosen as on a GPU whose compiler spills so many bytes of theirs."""
+    monkeypatch.setattr(launch.Kernel, "spilled_bytes", lambda kernel, _: spilled_bytes(kernel))
+    monkeypatch.setattr(cpu_device.CpuDevice, "compiler", "spills")
+    monkeypatch.setattr(choose, "_chosen", Kept())
+    monkeypatch.setenv(ahead.SWITCH, "0")
 
 
 def entries_of_launches() -> set[str]:
@@ -189,7 +199,7 @@ KINDS_OF_HOPPER = {**KINDS, "dropped": {"score_mod": capped, "dropout_p": 0.3, "
 def test_rules_of_wide_heads_on_hopper(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     dims, kind, spills, entry = HOPPER[name]
     if spills:
-        monkeypatch.setattr(registers, "_spilled", lambda kernel, _: kernel.entry == "backward_sm90")
+        let_spill(monkeypatch, lambda kernel: kernel.entry == "backward_sm90")
     case = gaussian_case(3, "bfloat16", (70, 130), (2, 1), dims, 1, **KINDS_OF_HOPPER[kind])
     devices.forget_launches()
     place = device_of("sm_90")
@@ -231,11 +241,11 @@ def test_a_rule_that_spills_takes_another_tile(place: Device, monkeypatch: pytes
     seen: list[tuple[str, str]] = []
     spilled = {"64x64": 400, "32x64": 8, "64x32": 16}
 
-    def bytes_of(kernel: Any, work: Any) -> int:
+    def bytes_of(kernel: Any) -> int:
         seen.append((kernel.entry, kernel.config.tile))
         return spilled.get(kernel.config.tile, 600)
 
-    monkeypatch.setattr(registers, "_spilled", bytes_of)
+    let_spill(monkeypatch, bytes_of)
     case = gaussian_case(2, "float16", SHAPE, (2, 2), (64, 64), 1, **KINDS["relative"])
     on_place = case.on(place)
     out, lse = on_place.forward()

@@ -195,7 +195,7 @@ def test_a_block_mask_and_a_window_beside_one_option_and_two(name: str) -> None:
         )
         problem = replace(problem, **BESIDE_BLOCK_MASK[name])
         beside = [problem, *(replace(problem, **BESIDE_BLOCK_MASK[other]) for other in others)]
-        configs = {config for each in beside for config in plan_split.backward(each)}
+        configs = {config for each in beside for config in plan_split.backward(each)[0]}
         for config in compiled(HOPPER, sorted(configs, key=str)):
             assert_compiles_well(HOPPER, config)
         assert all(map(plan_split.backward, beside))

@@ -22,7 +22,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "problem": ("rules", *BASE),
     "masks": ("problem", *BASE),
     "plan": ("problem", "rules", "hardware", "kept"),
-    "cuda": ("hardware", "kept"),
+    "cuda": ("forks", "hardware", "kept"),
     "gpu": ("plan", "cuda", "masks", "problem", "rules", *BASE),
     "cpu": ("masks", "problem", "rules", *BASE),
     "frontend": ("problem", "rules", *BASE),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 from cpu_device import hook
 from cpu_device.device import CpuDevice
 from devices import forget_launches
+from spilling import Nothing
 
 import cuflash
 from cuflash.gpu import launch
@@ -40,16 +41,6 @@ class NothingRuns(CpuDevice):
 
     def load(self, source: str, entry: str, smem_bytes: int, options: Sequence[str] = ()) -> Any:
         return Nothing()
-
-
-class Nothing:
-    """A kernel that does nothing."""
-
-    def __call__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def bound(self, *_: Any, **__: Any) -> Callable[[int, int], None]:
-        return lambda arguments, stream: None
 
 
 def launched(capability: tuple[int, int], arrays: Any, options: dict[str, Any]) -> dict[str, set[str]]:

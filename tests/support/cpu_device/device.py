@@ -294,6 +294,7 @@ class CpuDevice:
     """
 
     namespace = np
+    compiler = ""  # the CPU's has no registers of a GPU to spill
 
     def __init__(self, capability: tuple[int, int], num_sms: int = 2, check: Check | None = None) -> None:
         self.capability = capability
@@ -303,6 +304,9 @@ class CpuDevice:
         self.name = f"CPU as sm_{capability[0]}{capability[1]}"
         self.tensor_map = lambda *description, once=False: tensor_map.encode(*description)
         self._check = check
+
+    def begin_thread(self) -> None:
+        """Do nothing, as all threads are alike."""
 
     def load(self, source: str, entry: str, smem_bytes: int, options: Sequence[str] = ()) -> Any:
         """Compile ``source`` and return its entry: call it with grid, block, args and shared_mem."""
