@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from cuflash.cuda import ahead
 from cuflash.cuda.device import Device
 from cuflash.gpu import rule_blocks
+from cuflash.gpu.arguments import BoundLaunch
 from cuflash.gpu.choose import choose
 from cuflash.gpu.launch import K, Kernel, Work
 from cuflash.gpu.params import Arrays
@@ -63,6 +64,9 @@ class Rehearsal(Work):
     def run(self, kernel: Kernel, arrays: Arrays) -> None:
         """Note the kernel."""
         self.kernels.append(kernel)
+
+    def enqueue(self, launch: BoundLaunch, arrays: Arrays) -> None:
+        """Enqueue nothing: the arrays have no memory."""
 
     def with_lengths(self, seqlen_q: int, seqlen_k: int) -> Rehearsal:
         """Return the rehearsal of the same work with other lengths."""

@@ -78,8 +78,7 @@ def _convert(work: Work, **named: tuple[str, Array]) -> None:
     launch = _launches.get(key)
     if launch is None:
         launch = _launches[key] = _Launch(work.device, arrays)
-    launch.enqueue_in_order([work.device.pointer(x) for x in arrays.values()], None, work.device.stream())
-    work.recording.add(launch, dict(named.values()))
+    work.enqueue(launch, dict(named.values()))
 
 
 def widened(work: Work, is_backward: bool = False) -> Work:

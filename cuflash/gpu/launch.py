@@ -201,11 +201,6 @@ class Work:
             device, {**self.arrays, **self._of_rules, **self._seed_array, **(others or {})}, self._stream
         )
 
-    def enqueue(self, launch: BoundLaunch, arrays: Arrays) -> None:
-        """Enqueue a launch that is no family's on `arrays`, in the order of its pointers, and record it."""
-        launch.enqueue_in_order([self.device.pointer(x) for x in arrays.values()], None, self._stream)
-        self.recording.add(launch, arrays)
-
     def of_values(self, columns: slice) -> Work:
         """Return the same work on some columns of v and out; no call can repeat it, as these are views."""
         part = copy(self)
@@ -266,6 +261,10 @@ class Work:
         launch = _launches.get(key)
         if launch is None:
             launch = _launches[key] = Launch(kernel, self.problem, arrays, self.device)
+        self.enqueue(launch, arrays)
+
+    def enqueue(self, launch: BoundLaunch, arrays: Arrays) -> None:
+        """Enqueue a launch on its arrays, in the order of its pointers, and record it."""
         launch.enqueue_in_order([self.device.pointer(x) for x in arrays.values()], self._seed, self._stream)
         self.recording.add(launch, arrays)
 

@@ -72,5 +72,4 @@ def add(work: Work, shares: Arrays, results: Arrays, splits: int) -> None:
     launch = _launches.get(key)
     if launch is None:
         launch = _launches[key] = _Launch(work.device, arrays, splits)
-    launch.enqueue_in_order([work.device.pointer(x) for x in arrays.values()], None, work.device.stream())
-    work.recording.add(launch, arrays)
+    work.enqueue(launch, arrays)

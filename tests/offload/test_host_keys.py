@@ -211,4 +211,10 @@ def test_the_kernels_compute_chunks(name: str) -> None:
     expected_out = cuflash.attention(*host, **options)
     with hook.kernels_on(CpuDevice((8, 0), 3)):
         found_out = offload.attention(*host, share=0, **options)
-    np.testing.assert_allclose(found_out, expected_out, rtol=0, atol=2e-3 if name == "splits" else 2e-5)
+    if name == "splits":
+        np.testing.assert_allclose(found_out, expected_out, rtol=0, atol=2e-3)
+        return
+    # The kernels and NumPy's path both round weights, to e4m3 under FP8 queries and to the queries' 16 bits else.
+    unit = 2.0**-4 if name == "codes" else 2.0**-11
+    of_sizes = cuflash.attention(host[0], host[1], host[2] & 0x7F, **options)  # attention on abs(v)
+    assert (np.abs(found_out - expected_out) <= 2 * unit * of_sizes + 2e-5).all()

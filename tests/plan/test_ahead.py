@@ -185,6 +185,33 @@ def test_every_kind_of_call_is_rehearsed(name: str, monkeypatch: pytest.MonkeyPa
         assert device.loaded == loaded and set(loaded.values()) == {1}
 
 
+def test_a_rehearsal_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever launches there are besides those of kernels of families: sums of splits, stores of operands."""
+    launched: list[int] = []
+    monkeypatch.setattr(
+        Nothing, "bound", lambda *_, **__: lambda arguments, stream: launched.append(arguments), raising=True
+    )
+    q, k = np.zeros((1, 4000, 8, 64), np.float16), np.zeros((1, 60, 1, 64), np.float16)
+    many: dict[str, Any] = {
+        "score_mod": lambda s, b, h, i, j, *t: s + sum(x[h] for x in t),
+        "operands": (np.ones(8, np.float32),) * 200,
+    }
+    none: dict[str, Any] = {}
+    for options in (none, many):
+        counts = []
+        for is_on in ("0", "1"):
+            forget()
+            monkeypatch.setenv(ahead.SWITCH, is_on)
+            with hook.kernels_on(Slow((9, 0), 0.0)):
+                launched.clear()
+                out, backward = cuflash.attention_vjp(q, k, k, **options)
+                ahead.wait()
+                of_forward = len(launched)
+                backward(out)
+                counts.append((of_forward, len(launched)))
+        assert counts[0] == counts[1] and 0 < counts[0][0] < counts[0][1]
+
+
 def test_what_calls_need_comes_before_what_they_may_need(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead, "IDLE_SECONDS", 0.5)
     device = Slow((9, 0), seconds=0.05)
