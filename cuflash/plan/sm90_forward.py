@@ -280,6 +280,7 @@ def candidates(problem: AttentionProblem, config: Sm90ForwardConfig) -> tuple[Sm
         if tile.block_m * tile.block_n < config.block_m * config.block_n
         and not tile.alone
         and not (config.packs_heads and tile.block_m < problem.group_size)
+        and not (config.has_pages and tile.block_m // ROWS_OF_WARPGROUP not in _PAGES_TO_LOAD)
     ]
     exact: dict[str, Any] = {"follows_every_maximum": True, "early_powers": 0} if config.follows_every_maximum else {}
     panels = [min(c.staging_panels, config.staging_panels) for c in smaller]
