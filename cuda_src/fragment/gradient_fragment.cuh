@@ -8,11 +8,13 @@
 #include "dropout_fragment.cuh"
 
 constexpr int FRAGMENT = FRAGMENT_QUERIES / 2;  // elements that a thread holds
-// LSE_BASE brings lse to base 2; with a bias it stays natural, for finfo.min would overflow
-// (fragment/softmax_fragment.cuh).
-constexpr float LSE_BASE = HAS_BIAS ? 1 : LOG2_E;
+// LSE_BASE brings lse to base 2, but where scores may have any size (rules/score.cuh).
+constexpr float LSE_BASE = ANY_SCORES ? 1 : LOG2_E;
 
 using SoftcapFragment = SoftcapDerivative<FRAGMENT>;
+using RuleFragment = RuleDerivative<FRAGMENT>;
+// HIDES_BY_RULE: any tile may have elements that the user's own rules hide.
+constexpr bool HIDES_BY_RULE = HAS_SCORE_MOD || ASKS_EVERYWHERE;
 
 // QueryValues holds one number for each query of the thread's elements (lse or delta) in registers.
 struct QueryValues {
@@ -61,6 +63,17 @@ struct GradientFragment {
     return score;
   }
 
+  // take() finds the derivatives of the user's own rule, and of softcap beside it, before the products become weights.
+  DEVICE void take(RuleFragment& rule, const float (&products)[FRAGMENT]) const {
+    if constexpr (HAS_SCORE_MOD) {
+      const Score score = this->score();
+      rule.take(
+          score, products, [&](int e) { return row + column_offset(e); }, [&](int e) { return key + row_offset(e); });
+#pragma unroll
+      for (int e = 0; HAS_SOFTCAP && e < FRAGMENT; e++) rule.x[e] *= score.derivative(products[e]);
+    }
+  }
+
   // to_weights() turns products into weights; hidden ones become 0. `lse` is inf where a query saw nothing. SCORES: x
   // holds scores already, in this unit. OTHER_BITS: the caller, or `bits`, hides what masks hide.
   template <bool SCORES = false, bool OTHER_BITS = false, typename Values, typename Bits = NoMoreBits>
@@ -72,13 +85,13 @@ struct GradientFragment {
 #pragma unroll
     for (int e = 0; e < FRAGMENT; e++) {
       const float reference = lse[e];
-      if constexpr (PLAIN_SCORES || (SCORES && !HAS_BIAS)) {
+      if constexpr (PLAIN_SCORES || (SCORES && !ANY_SCORES)) {
         x[e] = x[e] * to_base_2 - reference;
       } else {
         const int i = row + column_offset(e), j = key + row_offset(e);
         float value = SCORES ? x[e] : score.value(x[e], i, j);
         if constexpr (SCORES && HAS_ALIBI) value -= score.slope * score.distance(i, j);
-        x[e] = HAS_BIAS ? (value - reference) * LOG2_E : value * LOG2_E - reference;
+        x[e] = ANY_SCORES ? (value - reference) * LOG2_E : value * LOG2_E - reference;
       }
     }
     if constexpr (Bits::HIDES) {
@@ -91,6 +104,7 @@ struct GradientFragment {
     } else if (masked) {
       hide<!OTHER_BITS>(x);
     }
+    if (ASKS_EVERYWHERE || masked) hide_by_rule(x);
 #pragma unroll
     for (int e = 0; e < FRAGMENT; e++) x[e] = ptx::ex2(x[e]);
   }
@@ -113,6 +127,17 @@ struct GradientFragment {
   }
 
  private:
+  // hide_by_rule() sets scores to -inf where the user's own rule hides them.
+  DEVICE void hide_by_rule(float (&x)[FRAGMENT]) const {
+    if constexpr (HAS_MASK_MOD) {
+      const RuleIf<HAS_MASK_MOD> rule(p, s, head);
+#pragma unroll
+      for (int e = 0; e < FRAGMENT; e++) {
+        x[e] = rule.visible(row + column_offset(e), key + row_offset(e)) ? x[e] : -infinity();
+      }
+    }
+  }
+
   // hide() sets scores to -inf where lengths, window or, with BITS, the dense mask hide them.
   template <bool BITS>
   DEVICE void hide(float (&x)[FRAGMENT]) const {

@@ -31,7 +31,7 @@ struct ScoreFragment {
   // needs_mask() tells whether some element of the current tile may be hidden from queries [first_row, first_row +
   // rows).
   DEVICE bool needs_mask(const Blocks& blocks, int first_row, int rows, int keys = BLOCK_N) const {
-    return HAS_MASK || HAS_BIAS || HAS_SCORE_MOD || HAS_MASK_MOD || blocks.partial ||
+    return HAS_MASK || HAS_BIAS || HAS_SCORE_MOD || ASKS_EVERYWHERE || blocks.partial ||
            !mask.columns_inside(first_row, rows, blocks.block * keys, keys);
   }
 

@@ -9,6 +9,9 @@
 
 constexpr int FRAGMENT_COLUMNS = (OF_KEYS ? BLOCK_M : BLOCK_N) / KEY_WARPS, FRAGMENT = FRAGMENT_COLUMNS / 2;
 
+using SoftcapFragment = SoftcapDerivative<FRAGMENT>;
+using RuleFragment = RuleDerivative<FRAGMENT>;
+
 // ScoreGradient recomputes a warp's scores, for one (sequence, query head).
 struct ScoreGradient {
   Score score;
@@ -21,7 +24,8 @@ struct ScoreGradient {
   // needs_mask() tells whether some element of a tile may be hidden.
   DEVICE bool needs_mask(bool partial, int first_query, int queries, int first_key, int keys) const {
     // Queries beyond the last one in use may be those of the next packed sequence, where tiles of queries are visited.
-    return HAS_MASK || HAS_BIAS || partial || (OF_KEYS && first_query + queries > mask.len_q) ||
+    return HAS_MASK || HAS_BIAS || HAS_SCORE_MOD || ASKS_EVERYWHERE || partial ||
+           (OF_KEYS && first_query + queries > mask.len_q) ||
            !mask.columns_inside(first_query, queries, first_key, keys);
   }
 
@@ -31,6 +35,13 @@ struct ScoreGradient {
   }
   static DEVICE int key(int row, int column, int e) {
     return OF_KEYS ? row + row_offset(e) : column + column_offset(e);
+  }
+
+  // take() finds the derivatives of the user's own rule before the products become scores.
+  DEVICE void take(RuleFragment& rule, const Accum (&products)[FRAGMENT], int row, int first_column) const {
+    const int column = first_column + fragment_column();
+    rule.take(
+        score, products, [&](int e) { return query(row, column, e); }, [&](int e) { return key(row, column, e); });
   }
 
   // apply() turns products into scores, -inf where hidden; `biases` are the biases of the elements where they were read
@@ -54,6 +65,7 @@ struct ScoreGradient {
         bool hidden = (HAS_WINDOW && at < begin) || at >= end || (!OF_KEYS && i >= mask.len_q);
         if constexpr (HAS_MASK) hidden |= !mask.in_mask(i, j);
         if constexpr (HAS_BLOCK_MASK) hidden |= !mask.in_block(i, j);
+        if constexpr (HAS_MASK_MOD) hidden |= !mask.user.visible(i, j);
         x[e] = hidden ? -infinity() : x[e];
       }
     }
@@ -96,8 +108,6 @@ DEVICE Accum score_gradient(Accum dp, Accum weight, Accum delta, Accum dropout_r
   }
   return weight == 0 ? 0 : weight * (dp - delta);
 }
-
-using SoftcapFragment = SoftcapDerivative<FRAGMENT>;
 
 // KeyTileIterator iterates over the tiles of keys that a thread block's queries see. Where thread blocks keep keys
 // (OF_KEYS), the family's QueryTileIterator iterates over tiles of queries instead; `ColumnIterator` is the one of this

@@ -3,6 +3,7 @@
 // rescaling of FlashAttention-4 (2026), except in rows where one key may take much of the weight: there every maximum
 // is followed, because 16-bit weights are exact only at the maximum. sm90/forward/bounded_softmax.cuh is the variant
 // for scores under a softcap.
+#include "../rules/score.cuh"
 #include "fragment.cuh"
 #include "softmax.cuh"
 
@@ -50,9 +51,9 @@ DEVICE void finish_row(Accum top, Accum sum, Accum sink, Accum& inverse, Accum& 
 DEVICE float power_of_2(float x) { return ptx::ex2(x); }
 DEVICE double power_of_2(double x) { return exp2(x); }
 
-// SUBTRACTS_FIRST: scores are subtracted before they are scaled to base 2. A bias may be finfo.min, whose product with
-// log2(e) overflows; and wider inputs deserve weights as exact as the difference.
-constexpr bool SUBTRACTS_FIRST = HAS_BIAS || sizeof(Element) > 2;
+// SUBTRACTS_FIRST: scores are subtracted before they are scaled to base 2, where they may have any size; and wider
+// inputs deserve weights as exact as the difference.
+constexpr bool SUBTRACTS_FIRST = ANY_SCORES || sizeof(Element) > 2;
 
 // FragmentSoftmax is the state of a thread's two rows, row r of its fragment being `fragment_row() + 8 * r`.
 struct FragmentSoftmax {
@@ -204,7 +205,7 @@ struct FragmentSoftmax {
 #pragma unroll
         for (int side = 0; side < 2; side++) {
           Accum& w = x[e + side];
-          w = power_of_2(HAS_BIAS ? (w - base) * LOG2_E : w * to_base_2 - offset);
+          w = power_of_2(ANY_SCORES ? (w - base) * LOG2_E : w * to_base_2 - offset);
           row_sum += w;
         }
       }

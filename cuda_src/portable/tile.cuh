@@ -328,7 +328,7 @@ DEVICE void score_tile(Accum (&x)[ROWS][COLUMNS], const Score& score, const Mask
 // needs_mask() tells whether elements of the current tile need a test. A tile with a bias or a score rule does, because
 // these may hide by -inf.
 DEVICE bool needs_mask(const Mask& mask, const Blocks& blocks, int i, int m, int j, int n) {
-  return HAS_MASK || HAS_BIAS || HAS_SCORE_MOD || HAS_MASK_MOD || blocks.partial || !mask.wholly_inside(i, m, j, n);
+  return HAS_MASK || HAS_BIAS || HAS_SCORE_MOD || ASKS_EVERYWHERE || blocks.partial || !mask.wholly_inside(i, m, j, n);
 }
 
 // for_each_kept() calls drop(row, column, whether it is kept) for the thread's elements of a tile.

@@ -134,9 +134,14 @@ DEVICE T power(T x, T exponent) {
   }
 }
 
-// clamped() is an index of an axis of `size` elements, which has one at least.
+// clamped() is an index of an axis of `size` elements, which has one at least. For the most common indices the last
+// element is found outside of the loops, and two instructions are left in them.
 template <class T>
 DEVICE i64 clamped(T index, i64 size) {
+  if constexpr (sizeof(T) == sizeof(int) && T(-1) < T(0)) {
+    const int last = static_cast<int>(size <= 0x7fffffff ? size - 1 : 0x7fffffff);
+    return larger(smaller(static_cast<int>(index), last), 0);
+  }
   if (index < 0) return 0;
   return static_cast<u64>(index) < static_cast<u64>(size) ? static_cast<i64>(index) : size - 1;
 }

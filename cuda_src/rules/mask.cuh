@@ -8,6 +8,9 @@
 
 // HIDES_ANYWHERE: keys may be hidden one by one, so that only the scores tell which keys of a tile are seen.
 constexpr bool HIDES_ANYWHERE = HAS_MASK || HAS_BIAS || HAS_BLOCK_MASK || HAS_SCORE_MOD || HAS_MASK_MOD;
+// ASKS_EVERYWHERE: the user's own rule may hide elements of any tile, as no block mask says of which.
+constexpr bool ASKS_EVERYWHERE = HAS_MASK_MOD && !RULE_IN_BLOCKS;
+static_assert(!RULE_IN_BLOCKS || HAS_BLOCK_MASK, "the block mask says it");
 // NUM_OPTIONS counts the options in use; a window is not counted.
 constexpr int NUM_OPTIONS =
     HAS_SOFTCAP + HAS_BIAS + HAS_MASK + HAS_ALIBI + HAS_DROPOUT + HAS_BLOCK_MASK + HAS_SCORE_MOD + HAS_MASK_MOD;

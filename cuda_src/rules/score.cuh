@@ -14,6 +14,10 @@ constexpr bool QUICK_TANH = sizeof(Element) == 2 && !(HAS_BIAS || HAS_MASK || HA
 constexpr bool QUICK_TANH = false;
 #endif
 
+// ANY_SCORES: a bias and the user's own rule make scores of any finite size. That of finfo.min overflows in units of
+// base 2, so that scores are subtracted first.
+constexpr bool ANY_SCORES = HAS_BIAS || HAS_SCORE_MOD;
+
 // Score holds what one (sequence, query head) needs to turn products into scores.
 struct Score {
   Accum scale, softcap, slope;
@@ -86,6 +90,11 @@ struct Score {
     return user.value(s, i, j);
   }
 
+  // may_be_seen() tells whether bias and rule leave element (i, j) of a key that is not finite, whose product is NaN.
+  DEVICE bool may_be_seen(int i, int j) const {
+    return value(HAS_SCORE_MOD ? infinity() - infinity() : Accum(0), i, j) != -infinity();
+  }
+
   // before_rule() is the score that the user's own rule is given.
   template <bool STRICT = true>
   DEVICE Accum before_rule(Accum product, int i, int j, const Accum* own_bias = nullptr) const {
@@ -97,6 +106,33 @@ struct Score {
     }
     if constexpr (HAS_ALIBI) s -= slope * distance(i, j);
     return s;
+  }
+};
+
+// RuleDerivative holds the derivative of the user's own rule at N scores; without a rule it takes no registers, nor
+// where the compiler finds that the derivative is a number.
+template <int N>
+struct RuleDerivative {
+  Accum x[HAS_SCORE_MOD ? N : 1];
+
+  // take() finds the derivatives before the products become scores; query(e) and key(e) tell where element e stands.
+  template <class Query, class Key>
+  DEVICE void take(const Score& score, const Accum (&products)[N], Query query, Key key) {
+    if constexpr (HAS_SCORE_MOD) {
+#pragma unroll
+      for (int e = 0; e < N; e++) {
+        const int i = query(e), j = key(e);
+        x[e] = score.user.derivative(score.before_rule(products[e], i, j), i, j);
+      }
+    }
+  }
+  // apply() turns gradients of the rule's results into those of the scores that it was given. A hidden element has
+  // ds = 0, and its derivative may be NaN.
+  DEVICE void apply(Accum (&ds)[N]) const {
+    if constexpr (HAS_SCORE_MOD) {
+#pragma unroll
+      for (int e = 0; e < N; e++) ds[e] = ds[e] == 0 ? Accum(0) : ds[e] * x[e];
+    }
   }
 };
 

@@ -126,7 +126,7 @@ DEVICE void clear_hidden_keys(const AttentionParams& p, const SharedStorage& sha
     const Mask mask(p, s, head);
     const Score score(p, s, head);
     for (int i = 0; i < s.len_q; i++) {
-      if (mask.visible(i, j) && score.value(0, i, j) != -infinity()) return;
+      if (mask.visible(i, j) && score.may_be_seen(i, j)) return;
     }
   }
   keys.clear_row(threadIdx.x);
@@ -237,7 +237,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
           // 3. From both come P^T and dS^T.
           const GradientFragment scores(p, s, step.head, first_row, tile_key + warp_key + 16 * f);
           SoftcapFragment softcap;
-          softcap.take(scores.score(), x[f]);
+          RuleFragment rule;
+          if constexpr (!HAS_SCORE_MOD) softcap.take(scores.score(), x[f]);
+          scores.take(rule, x[f]);
           scores.to_weights(x[f], QueryValuesInPlace{shared.lse[stage] + query}, masked, 1,
                             BitsOfBlock{visible >> f * FRAGMENT});
           scores.mark_dropped(x[f]);
@@ -245,10 +247,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
 #pragma unroll
           for (int e = 0; e < FRAGMENT; e++) {
             dp[f][e] = score_gradient(p, dp[f][e], x[f][e], delta[column_offset(e)]);
-            if (!DERIVES_ADDRESSES && masked) clear_hidden(dp[f][e], x[f][e]);
+            if (!DERIVES_ADDRESSES && (masked || HIDES_BY_RULE)) clear_hidden(dp[f][e], x[f][e]);
           }
-          if (DERIVES_ADDRESSES && masked) clear_hidden(dp[f], x[f]);  // a branch saves 64 selections
-          softcap.apply(dp[f]);
+          if (DERIVES_ADDRESSES && (masked || HIDES_BY_RULE))
+            clear_hidden(dp[f], x[f]);  // a branch saves 64 selections
+          rule.apply(dp[f]);
+          if constexpr (!HAS_SCORE_MOD) softcap.apply(dp[f]);
           if constexpr (COMPUTES_DV) pack_kept(weights[f], x[f]);
           if constexpr (SHARES_WEIGHTS) shared_weights.from_row(warp_key + 16 * f).store_fragment(weights[f], query);
           pack(ds[f], dp[f]);

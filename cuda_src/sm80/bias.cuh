@@ -127,10 +127,11 @@ struct BiasGradient {
     }
 
     const ScoreGradient scores(p, s, head);
-    const bool masked = HAS_MASK || HAS_BLOCK_MASK || first_row + BLOCK_M > s.len_q ||
+    const bool masked = HAS_MASK || HAS_BLOCK_MASK || HAS_MASK_MOD || first_row + BLOCK_M > s.len_q ||
                         !scores.mask.columns_inside(first_row, BLOCK_M, first_key, BLOCK_N);
     const int own_row = first_row + warp_row() + fragment_row();
     Accum x[FRAGMENTS][FRAGMENT], y[FRAGMENTS][FRAGMENT], lse[FRAGMENTS][2], delta[FRAGMENTS][2];
+    RuleFragment rule[FRAGMENTS];
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; f++) {
       clear(x[f]);
@@ -153,6 +154,7 @@ struct BiasGradient {
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; f++) {
       take_scores(x[f], shared.row_factors, warp_row() + 16 * f + fragment_row(), shared.factors, 0);
+      scores.take(rule[f], x[f], own_row + 16 * f, first_key);
       scores.apply(x[f], own_row + 16 * f, first_key, masked, y[f]);
       clear(y[f]);
 #pragma unroll
@@ -174,7 +176,10 @@ struct BiasGradient {
     for (int f = 0; f < FRAGMENTS; f++) {
       take_values(y[f], shared.row_factors, warp_row() + 16 * f + fragment_row(), shared.factors, 0);
 #pragma unroll
-      for (int e = 0; e < FRAGMENT; e++) sum[f][e] += score_gradient(y[f][e], x[f][e], delta[f][e / 2 % 2], rescale);
+      for (int e = 0; e < FRAGMENT; e++) y[f][e] = score_gradient(y[f][e], x[f][e], delta[f][e / 2 % 2], rescale);
+      rule[f].apply(y[f]);
+#pragma unroll
+      for (int e = 0; e < FRAGMENT; e++) sum[f][e] += y[f][e];
     }
   }
 

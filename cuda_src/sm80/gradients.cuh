@@ -193,11 +193,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     // 2. S = Q K^T or its transpose; from it come the weights P.
     if constexpr (LAST_KEYED) multiply_scores(x, own_rows, columns.from_row(own_column));
     SoftcapFragment softcap[FRAGMENTS];
+    RuleFragment rule[FRAGMENTS];
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; f++) {
       const int row = own_row + 16 * f;
       take_scores(x[f], shared.row_factors, warp_row + 16 * f + fragment_row(), shared.factors, stage, own_column);
       softcap[f].take(scores.score, x[f]);
+      scores.take(rule[f], x[f], row, first_column);
       scores.apply(x[f], row, first_column, masked);
       if (HIDES_ANYWHERE && !OF_KEYS && masked) mark_seen(shared.seen + own_column, x[f]);
       const Accum scale = PLAIN_SCORES ? scores.score.scale : 1;
@@ -246,6 +248,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     if constexpr (NEEDS_GRADIENTS) {
 #pragma unroll
       for (int f = 0; f < FRAGMENTS; f++) {
+        rule[f].apply(y[f]);
         if constexpr (HAS_ALIBI && !OF_KEYS) scores.add_slopes(dslope[f], y[f], own_row + 16 * f, first_column);
         softcap[f].apply(y[f]);
         Accum rescale[2] = {1, 1}, exchanged[COLUMNS / 2];

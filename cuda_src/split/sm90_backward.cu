@@ -199,6 +199,8 @@ DEVICE void consume(const AttentionParams& p, const SplitOperands& operands, u8*
       factors.apply(x, vectors.factors(), !PLAIN_SCORES);
       SoftcapFragment softcap;
       softcap.take(scores.score, x);
+      RuleFragment rule;
+      scores.take(rule, x, row, first_column);
       scores.apply(x, row, first_column, masked);
       if (!OF_KEYS && masked) hidden.find(x);
 #pragma unroll
@@ -250,6 +252,7 @@ DEVICE void consume(const AttentionParams& p, const SplitOperands& operands, u8*
       if constexpr (COMPUTES_DV && !OVERLAPS) add_values();
       if constexpr (NEEDS_GRADIENTS) {
         // 5. dK += dS^T Q, or dQ += dS K; dS is split into parts anew.
+        rule.apply(y);
         if constexpr (HAS_ALIBI && !OF_KEYS) scores.add_slopes(dslope, y, row, first_column);
         softcap.apply(y);
         multiply_columns(y, vectors.factors(), TOP);

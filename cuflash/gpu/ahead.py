@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from cuflash.cuda import ahead
 from cuflash.cuda.device import Device
+from cuflash.gpu import rule_blocks
 from cuflash.gpu.arguments import BoundLaunch
 from cuflash.gpu.choose import choose
 from cuflash.gpu.launch import K, Kernel, Work
@@ -20,6 +21,7 @@ from cuflash.gpu.params import Arrays
 from cuflash.kept import Kept
 from cuflash.plan.config import flags_of
 from cuflash.problem.attention_problem import WHOLE, Array
+from cuflash.rules.form import NO_RULES
 
 MOST_RECORDS = 4  # kernels of one set of options and direction, at most
 # These lengths (of queries, of keys) tell plans apart: few queries, few keys, many of both.
@@ -29,6 +31,13 @@ _VECTORS = ("lse", "delta", "dlse")  # the last axis has queries
 _met: Kept[Any, bool] = Kept()  # sets of options, each with the direction
 
 
+class _Pass(NamedTuple):
+    """What `choose` is asked for."""
+
+    candidates: tuple[tuple[Kernel, ...], ...]  # the fastest first
+    others_serve: bool = False
+
+
 class Rehearsal(Work):
     """Work that runs nothing, and notes the kernels that it would run."""
 
@@ -36,7 +45,7 @@ class Rehearsal(Work):
         vars(self).update(vars(work))
         self.arrays = dict(work.arrays)
         self.kernels: list[Kernel] = []
-        self.passes: list[Sequence[tuple[Kernel, ...]]] = []  # candidates, the fastest first
+        self.passes: list[_Pass] = []
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Return an array of that shape which has the memory of one element."""
@@ -45,11 +54,11 @@ class Rehearsal(Work):
         strides = [one.dtype.itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
         return xp.lib.stride_tricks.as_strided(one, shape, strides)
 
-    def chosen_pass(self, candidates: Sequence[tuple[K, ...]]) -> tuple[K, ...]:
+    def chosen_pass(self, candidates: Sequence[tuple[K, ...]], others_serve: bool = False) -> tuple[K, ...]:
         """Note the candidates, and take the first of them without compiling it."""
         if not candidates:
             return ()
-        self.passes.append(candidates)
+        self.passes.append(_Pass(tuple(candidates), others_serve and self.problem.rules != NO_RULES))
         return candidates[0]
 
     def run(self, kernel: Kernel, arrays: Arrays) -> None:
@@ -62,7 +71,7 @@ class Rehearsal(Work):
     def with_lengths(self, seqlen_q: int, seqlen_k: int) -> Rehearsal:
         """Return the rehearsal of the same work with other lengths."""
         other = Rehearsal(self)
-        other.problem = replace(self.problem, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+        other.problem = rule_blocks.planned(replace(self.problem, seqlen_q=seqlen_q, seqlen_k=seqlen_k))
         other.arrays = self.stretched(self.arrays, seqlen_q, seqlen_k)
         return other
 
@@ -98,6 +107,7 @@ def _rehearse(direction: str, work: Work, run: Callable[[Rehearsal, tuple[int, i
     try:
         if _is_new(direction, work):
             own = Rehearsal(work)
+            own.problem = rule_blocks.planned(own.problem)
             run(own, None)
             found = [own]
             for lengths in _other_lengths(work):
@@ -135,15 +145,16 @@ class _Job:
     """Work for a daemon thread: to choose among candidates, or to compile one kernel of the first of them."""
 
     device: Device
-    candidates: tuple[tuple[Kernel, ...], ...]
+    own: _Pass
     place: int | None = None  # of the kernel in the first candidate
 
     def __call__(self) -> None:
         self.device.begin_thread()
-        if self.place is not None and len(self.candidates) > 1:
-            self.candidates[0][self.place].spilled_bytes(self.device)  # which compiles it unless it is known to spill
+        candidates, others_serve = self.own
+        if self.place is not None and (len(candidates) > 1 or others_serve):
+            candidates[0][self.place].spilled_bytes(self.device)  # which compiles it unless it is known to spill
             return
-        chosen = choose(self.device, self.candidates)
+        chosen = choose(self.device, candidates, others_serve)
         for kernel in chosen if self.place is None else chosen[self.place : self.place + 1]:
             kernel.load(self.device)
 
@@ -152,13 +163,13 @@ def _jobs(rehearsals: Sequence[Rehearsal]) -> Iterator[_Job]:
     """Yield jobs for a call and for others like it, until there are as many records as a set of options has."""
     records: set[Any] = set()
     for work in rehearsals:
-        firsts = {kernel for candidates in work.passes for kernel in candidates[0]}
+        firsts = {kernel for own in work.passes for kernel in own.candidates[0]}
         records.add(frozenset(firsts))
         if len(records) > MOST_RECORDS:
             return
-        for candidates in map(tuple, work.passes):
+        for own in work.passes:
             # The kernels of a pass are compiled side by side before it is chosen as a whole.
-            if len(candidates[0]) > 1:
-                yield from (_Job(work.device, candidates, place) for place in range(len(candidates[0])))
-            yield _Job(work.device, candidates)
-        yield from (_Job(work.device, ((kernel,),)) for kernel in work.kernels if kernel not in firsts)
+            if len(own.candidates[0]) > 1:
+                yield from (_Job(work.device, own, place) for place in range(len(own.candidates[0])))
+            yield _Job(work.device, own)
+        yield from (_Job(work.device, _Pass(((kernel,),))) for kernel in work.kernels if kernel not in firsts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cuflash.cuda import device as cuda_device
-from cuflash.gpu import ahead, convert, own_rules
+from cuflash.gpu import ahead, convert, own_rules, rule_blocks
 from cuflash.gpu import portable as gpu_portable
 from cuflash.gpu import sm80 as gpu_sm80
 from cuflash.gpu import sm90 as gpu_sm90
@@ -44,6 +44,7 @@ def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Arra
         work.arrays["lse"] = work.empty(problem.lse_shape, problem.accum_dtype)
     if not problem.is_mixed:
         ahead.forward(work, _forward)
+        rule_blocks.find(work)
         _forward(work)
     elif not (gpu_sm80.fp8_forward(work) or (_may_write_wide(problem) and gpu_sm90.forward(work))):
         own = convert.widened(work)
@@ -100,6 +101,7 @@ def backward(
         return _ended(work)
     if not (is_wide or problem.is_mixed):
         ahead.backward(work, of_lse, grads, _backward)
+        rule_blocks.find(work)
         _backward(work, of_lse, grads)
         return _ended(work)
     own = convert.widened(work, is_backward=True)

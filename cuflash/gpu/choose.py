@@ -17,28 +17,31 @@ class Compiled(Protocol):
 
 
 K = TypeVar("K", bound=Compiled)
-_chosen: Kept[Any, int] = Kept()  # places of the kernels that were taken, by device and candidates
+# Places of the first kernels that spill least, and the bytes that they spill, by device and candidates.
+_chosen: Kept[Any, tuple[int, int]] = Kept()
 
 
-def choose(device: Device, candidates: Sequence[tuple[K, ...]]) -> tuple[K, ...]:
+def choose(device: Device, candidates: Sequence[tuple[K, ...]], others_serve: bool = False) -> tuple[K, ...]:
     """Return the first of some passes whose kernels spill no registers; no kernels where there are no candidates.
 
-    Where all spill it is the one that spills least, the first among equals. Candidates behind the one that is taken are
-    not compiled. What is taken depends on their sources and the compiler alone, so that bits repeat.
+    Where all spill it is the one that spills least, the first among equals; there are no kernels then if others serve
+    as well (`others_serve`). Candidates behind the one that is taken are not compiled. What is taken depends on their
+    sources and the compiler alone, so that bits repeat.
     """
-    if len(candidates) < 2 or not device.compiler:
+    if not device.compiler or len(candidates) < (1 if others_serve else 2):
         return candidates[0] if candidates else ()
     key = device, tuple(candidates)
-    place = _chosen.get(key)
-    if place is None:
-        place = _chosen[key] = _first(device, candidates)
-    return candidates[place]
+    found = _chosen.get(key)
+    if found is None:
+        found = _chosen[key] = _first(device, candidates)
+    place, spilled_bytes = found
+    return () if others_serve and spilled_bytes else candidates[place]
 
 
-def _first(device: Device, candidates: Sequence[tuple[Compiled, ...]]) -> int:
+def _first(device: Device, candidates: Sequence[tuple[Compiled, ...]]) -> tuple[int, int]:
     spilled = []
     for kernels in candidates:
         spilled.append(max(kernel.spilled_bytes(device) for kernel in kernels))
         if not spilled[-1]:
             break
-    return spilled.index(min(spilled))
+    return spilled.index(min(spilled)), min(spilled)

@@ -11,7 +11,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import numpy as np
 
@@ -161,6 +161,13 @@ class Launch(BoundLaunch):
 _launches: Kept[Any, Launch] = Kept()
 
 
+class BlocksOfRule(Protocol):
+    """What a user's own mask_mod hides, as `gpu.rule_blocks` finds it."""
+
+    def arrays(self, work: Work, kernel: Kernel) -> Arrays:
+        """Return the members of the parameter struct that a kernel reads of a block mask."""
+
+
 class Work:
     """One pass over a problem, which runs its kernels and records them.
 
@@ -182,6 +189,7 @@ class Work:
         self.device = device
         inputs = {name: x for name, x in zip(self._INPUTS, operands, strict=False) if x is not None}
         self.arrays = inputs | arrays
+        self.rule_blocks: BlocksOfRule | None = None  # what a mask_mod hides, where that was found (gpu.rule_blocks)
         self._block_mask = cast("BlockMask | None", operands.block_mask)
         self._of_rules = {operand_name(n): x for n, x in enumerate(operands.of_rules)}
         self._described: Arrays = {}  # the descriptions of these in device memory, once a kernel wants them there
@@ -227,17 +235,27 @@ class Work:
         (kernel,) = self.chosen_pass([(kernel,) for kernel in candidates])
         return kernel
 
-    def chosen_pass(self, candidates: Sequence[tuple[K, ...]]) -> tuple[K, ...]:
-        """Return the first pass of a plan's candidates whose kernels spill no registers, as `choose` does."""
-        return choose(self.device, candidates)
+    def chosen_or_none(self, candidates: Iterable[K]) -> K | None:
+        """Do as `chosen`, but None where another family serves, as `chosen_pass` says."""
+        return next(iter(self.chosen_pass([(kernel,) for kernel in candidates], others_serve=True)), None)
+
+    def chosen_pass(self, candidates: Sequence[tuple[K, ...]], others_serve: bool = False) -> tuple[K, ...]:
+        """Return the first pass of a plan's candidates whose kernels spill no registers, as `choose` does.
+
+        Where another family takes the problem too (`others_serve`) and users' own rules spill in all candidates, there
+        is none: how many registers a rule takes is met only here, while tables know what the built-in options take.
+        """
+        return choose(self.device, candidates, others_serve and self.problem.rules != NO_RULES)
 
     def run(self, kernel: Kernel, arrays: Arrays) -> None:
         """Enqueue a kernel on `arrays`, which are members of the parameter struct by name, and record the launch."""
         arrays = arrays | self._seed_array
         if kernel.rules is not NO_RULES:
-            arrays |= self._operands_of(kernel.rules)
+            arrays |= self.operands_of(kernel.rules)
         if self._block_mask is not None and kernel.visits_tiles:
             arrays |= self._block_arrays(kernel, self._block_mask)
+        if self.rule_blocks is not None and kernel.visits_tiles:
+            arrays |= self.rule_blocks.arrays(self, kernel)
         layout = tuple(arrays), tuple([(x.strides, x.shape) for x in arrays.values()])
         key = kernel, self.problem, self.device, *layout
         launch = _launches.get(key)
@@ -250,7 +268,7 @@ class Work:
         launch.enqueue_in_order([self.device.pointer(x) for x in arrays.values()], self._seed, self._stream)
         self.recording.add(launch, arrays)
 
-    def _operands_of(self, rules: Rules) -> Arrays:
+    def operands_of(self, rules: Rules) -> Arrays:
         """Return the operands of rules, or the memory that describes them where they are too many for parameters."""
         struct = operand_struct(rules)
         if struct is None:

@@ -88,14 +88,18 @@ def _run_forward(work: Work, *plans: Plan, is_alike: bool = False, entry: str = 
     own = sm80_splits.with_heads_as_rows(problem) if are_rows else problem
     is_aligned = work.is_aligned(("q", "k", "v"))
     place = own, is_alike or is_aligned, device.capability, device.smem_limit
-    configs = next(filter(None, (plan(*place) for plan in plans)), ())
+    plan, configs = next(((plan, found) for plan in plans if (found := plan(*place))), (None, ()))
     if not configs:
         return False
     if not is_aligned:
         # The same tiles are filled element by element.
         configs = [replace(config, aligned=False, has_bias_tiles=False) for config in configs]
     split = [sm80_splits.with_splits(own, config, device.num_sms)[0] for config in configs]
-    kernel = work.chosen(Forward(entry or config.entry, config, are_rows) for config in split)
+    candidates = [Forward(entry or config.entry, config, are_rows) for config in split]
+    # Where a rule spills on wide elements the portable kernels serve; on 16 bits tensor cores are faster yet.
+    kernel = work.chosen_or_none(candidates) if plan is sm80_wide.forward else work.chosen(candidates)
+    if kernel is None:
+        return False
     arrays = gpu_split.split(work, kernel.config)
     num_splits = sm80_splits.with_splits(own, kernel.config, device.num_sms)[1]
     partials = key_splits.partial_results(work, num_splits)
@@ -207,4 +211,4 @@ def wide_backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None
         return None
     passes = sm80_wide.backward(*_place(work, "q", "k", "v", "dout"))
     candidates = [tuple(gpu_portable.Tiles(config.entry, config) for config in each) for each in passes]
-    return gpu_split.run_passes(work, with_dlse, grads, work.chosen_pass(candidates))
+    return gpu_split.run_passes(work, with_dlse, grads, work.chosen_pass(candidates, others_serve=True))

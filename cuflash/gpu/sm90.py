@@ -68,7 +68,8 @@ def forward(work: Work) -> bool:
     layouts = work.layouts(("q", "k", "v")) if work.device.has_wgmma else None
     if layouts is None:
         return False
-    config = sm90_forward.forward(work.problem, layouts, *(_layout(work, work.arrays.get(x)) for x in ("bias", "mask")))
+    tensors = layouts, *(_layout(work, work.arrays.get(x)) for x in ("bias", "mask"))
+    config = sm90_forward.forward(work.problem, *tensors)
     if config is None:
         return False
     config, num_splits = sm90_grid.for_grid(work.problem, config, work.device.num_sms)
@@ -78,7 +79,10 @@ def forward(work: Work) -> bool:
     partials = key_splits.partial_results(work, num_splits)
     if partials or not _is_out_expressible(work):
         config = replace(config, splits_keys=bool(partials), staging_panels=0, pair=1)
-    work.run(_first_forward(work, config), work.arrays | partials)
+    kernel = _first_forward(work, config)
+    if kernel is None:
+        return False
+    work.run(kernel, work.arrays | partials)
     if partials:
         key_splits.merge(work, partials, sm90_grid.merges_by_rows(work.problem, num_splits))
     return True
@@ -96,15 +100,19 @@ def _wide_forward(work: Work, config: Sm90ForwardConfig) -> bool:
     """Write a float32 out and lse, as those of the only split of the keys; False where another family runs."""
     out, lse = work.arrays["out"], work.arrays["lse"]
     wide = sm90_forward.wide_config(work.problem, config)
-    if wide is None:
+    kernel = None if wide is None else _first_forward(work, wide)
+    if kernel is None:
         return False
-    work.run(_first_forward(work, wide), work.arrays | {"out_splits": out, "lse_splits": lse})
+    work.run(kernel, work.arrays | {"out_splits": out, "lse_splits": lse})
     return True
 
 
-def _first_forward(work: Work, config: Sm90ForwardConfig) -> Forward:
-    """Return the kernel of a configuration, or one with a smaller tile where that spills registers."""
-    return work.chosen(Forward(each.entry, each) for each in sm90_forward.candidates(work.problem, config))
+def _first_forward(work: Work, config: Sm90ForwardConfig) -> Forward | None:
+    """Return the kernel of a configuration, or one with a smaller tile where that spills registers.
+
+    There is none where another family runs, as `Work.chosen_pass` says.
+    """
+    return work.chosen_or_none(Forward(each.entry, each) for each in sm90_forward.candidates(work.problem, config))
 
 
 def _is_out_expressible(work: Work) -> bool:
@@ -213,7 +221,9 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays, adds: bool = False) -
     if splits.in_all > 1:
         configs = tuple(map(sm90_backward.with_query_splits, configs))
     of_results = [replace(config, wide_results=is_wide, adds_results=adds) for config in configs]
-    kernel = work.chosen(Gradients(config.entry, config, splits) for config in of_results)
+    kernel = work.chosen_or_none(Gradients(config.entry, config, splits) for config in of_results)
+    if kernel is None:
+        return None
     config = kernel.config
     tiles = batch_heads(problem, problem.num_heads_q) * num_tiles(problem, problem.seqlen_q, config.block_m)
     rows = {name: work.empty((tiles, config.block_m), problem.accum_dtype) for name in ("row_lse", "row_delta")}

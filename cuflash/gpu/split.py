@@ -188,9 +188,9 @@ class Gradient(Kernel):
 def forward(work: Work) -> bool:
     """Write out and lse; False where another family runs."""
     configs = plan_split.forward(work.problem) if work.device.has_wgmma else ()
-    if not configs:
+    kernel = work.chosen_or_none(Forward(config.entry, config) for config in configs)
+    if kernel is None:
         return False
-    kernel = work.chosen(Forward(config.entry, config) for config in configs)
     work.run(kernel, split(work, kernel.config))
     return True
 
@@ -199,7 +199,7 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
     """Write dq, dk, dv, delta and the slopes' rows; return the gradients left, None where another family runs."""
     passes = plan_split.backward(work.problem) if work.device.has_wgmma else ()
     candidates = [tuple(Gradient(config.entry, config) for config in each) for each in passes]
-    return run_passes(work, with_dlse, grads, work.chosen_pass(candidates))
+    return run_passes(work, with_dlse, grads, work.chosen_pass(candidates, others_serve=True))
 
 
 def run_passes(work: Work, with_dlse: Arrays, grads: Arrays, kernels: Sequence[Kernel]) -> Arrays | None:

@@ -19,6 +19,18 @@ _SCAN_THREADS = 1024
 _CONSTANTS = CONSTANTS | {"SCAN_THREADS": _SCAN_THREADS}
 
 
+class KernelOfLists(NamedTuple):
+    """The kernel that makes lists of tiles: its file, its entry, its constants, and threads of a block."""
+
+    source: str
+    entry: str
+    constants: dict[str, int]
+    threads: int
+
+
+LIST_TILES = KernelOfLists(_SOURCE, "list_tiles", _CONSTANTS, _WARPS * WARP)
+
+
 class Device(Protocol):
     """The members of a device that a mask uses."""
 

@@ -7,20 +7,24 @@ turns every field of one into a constant of the kernel's source.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
+from cuflash.kept import kept
 from cuflash.problem.attention_problem import WHOLE, AttentionProblem, accum_of
-from cuflash.rules.expression import in_order
+from cuflash.rules.expression import Node, in_order
 from cuflash.rules.form import NO_RULES, Rules
 
 CPP_TYPES = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float", "float64": "double"}
 HEAD_DIM_CLASSES = (32, 64, 128, 256)
 WIDEST = HEAD_DIM_CLASSES[-1]  # columns of a result that a kernel computes at once, at most
 COLUMNS = 16  # half of v's columns is rounded up to a multiple of this
-# Sines and cosines of doubles share so many bytes of local memory, for the digits of pi that a large number needs.
-_REDUCED_BYTES = 40
+# Kernels for tensor cores compute up to a hundred elements of a tile one behind the other, each with the user's own
+# rule: the compiler would take minutes for longer ones.
+_MOST_OPERATIONS = 150
+# Sines and cosines share at most so many bytes of local memory, for the digits of pi that a large number needs.
+_REDUCED_BYTES = {CPP_TYPES["float32"]: 32, CPP_TYPES["float64"]: 40}
 # Users read these words where a forward pass runs once for each half of v's columns.
 BY_HALVES = "; half of v's columns at a time"
 
@@ -50,6 +54,7 @@ class KernelConfig:
     has_mask_mod: bool  # the user's own rule for what is visible is compiled in
     has_fp8: bool  # keys and values are e4m3 codes
     rules: Rules = NO_RULES  # these rules, whose text is a header of the source
+    rule_in_blocks: bool = False  # the block mask says where a mask_mod hides anything; elsewhere it is not asked
 
     @property
     def flags(self) -> str:
@@ -74,11 +79,9 @@ class KernelConfig:
 
     @property
     def local_bytes(self) -> int:
-        """Bytes of local memory that a thread has by design; a kernel with more spills registers."""
-        if self.accum != CPP_TYPES["float64"] or self.rules == NO_RULES:
-            return 0
-        roots = [root for root in (self.rules.score, self.rules.visible) if root is not None]
-        return _REDUCED_BYTES if any(x.op in ("sin", "cos") for x in in_order(roots)) else 0
+        """Bytes of local memory that a thread has by design, at most; a kernel with more spills registers."""
+        has_turns = any(x.op in ("sin", "cos") for x in _operations_of(self.rules))
+        return _REDUCED_BYTES[self.accum] if has_turns else 0
 
 
 FLAGS = tuple(f.name for f in fields(KernelConfig) if f.name.startswith("has_"))
@@ -107,6 +110,9 @@ KNOWN_TO_ALL = (
     "has_dropout",
     "has_block_mask",
 )
+# Flags of users' own rules. How many registers a rule takes is met when it is compiled: where it spills, the plan's
+# next candidate is taken (`gpu.choose`).
+OF_RULES = ("has_score_mod", "has_mask_mod")
 
 
 def head_dim_class(head_dim: int) -> int:
@@ -163,7 +169,20 @@ def not_taken(handled: tuple[str, ...], problem: AttentionProblem) -> str:
     The portable kernels alone take columns of q, k and v, and of the results, in slices.
     """
     is_wide = max(problem.head_dim, problem.head_dim_v) > WIDEST
-    return unknown(handled, problem) or (f"head dims above {WIDEST}" if is_wide else "")
+    return (
+        unknown(handled, problem)
+        or (f"head dims above {WIDEST}" if is_wide else "")
+        or (f"a rule of more than {_MOST_OPERATIONS} operations" if _has_long_rules(problem) else "")
+    )
+
+
+@kept
+def _has_long_rules(problem: AttentionProblem) -> bool:
+    return sum(1 for _ in _operations_of(problem.rules)) > _MOST_OPERATIONS
+
+
+def _operations_of(rules: Rules) -> Iterator[Node]:
+    return in_order([root for root in (rules.score, rules.visible) if root is not None])
 
 
 def of_half(problem: AttentionProblem) -> AttentionProblem:
@@ -174,3 +193,18 @@ def of_half(problem: AttentionProblem) -> AttentionProblem:
 def table_flags(handled: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
     """Combinations of flags with which a family that handles these lists its kernels, for compiling and checks."""
     return (), ("has_window",), ("has_window", "has_block_mask"), handled
+
+
+C = TypeVar("C", bound=KernelConfig)
+
+
+def with_rules(config: C, problem: AttentionProblem) -> C:
+    """Return the configuration with a problem's own rules."""
+    if problem.rules == NO_RULES:
+        return config
+    return replace(config, rules=problem.rules, rule_in_blocks=problem.rule_in_blocks)
+
+
+def without_blocks_of_rule(options: set[str]) -> set[str]:
+    """Return the options without a block mask beside a mask_mod, whose blocks it has: both take registers as one."""
+    return options - {"has_block_mask"} if "has_mask_mod" in options else options

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -23,6 +23,7 @@ from cuflash.plan.config import (
     head_dim_class,
     table_flags,
     unknown,
+    with_rules,
     without_window,
 )
 from cuflash.plan.entries import key_results
@@ -213,7 +214,7 @@ def plan(problem: AttentionProblem, entry: str, smem_limit: int = SMALLEST_SMEM)
         head_dim, head_dim_v = _of_results(entry, head_dim_class(problem.head_dim), head_dim_class(problem.head_dim_v))
     in_slices = max(_of_results(entry, problem.head_dim, problem.head_dim_v)) > WIDEST
     configs = configs_of(entry, problem.dtype, problem.bias_dtype, head_dim, head_dim_v, flags, smem_limit, in_slices)
-    return tuple(replace(config, rules=problem.rules) for config in configs)
+    return tuple(with_rules(config, problem) for config in configs)
 
 
 def types_of(problem: AttentionProblem) -> PortableConfig:

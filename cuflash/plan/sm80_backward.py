@@ -15,7 +15,7 @@ from typing import Any
 from cuflash.hardware import FLOAT_BYTES, HALF_BYTES, capability_of, smem_limit
 from cuflash.kept import kept
 from cuflash.plan import sm80_forward, sm80_wide
-from cuflash.plan.config import FLAGS, KNOWN_TO_ALL, are_products, flags_of, not_taken
+from cuflash.plan.config import FLAGS, KNOWN_TO_ALL, OF_RULES, are_products, flags_of, not_taken, with_rules
 from cuflash.plan.sm80_forward import (
     ANY,
     BLACKWELL,
@@ -34,9 +34,10 @@ from cuflash.plan.sm80_forward import (
     meets_whole_blocks,
 )
 from cuflash.problem.attention_problem import AttentionProblem
+from cuflash.rules.form import NO_RULES
 
 # The flags that these kernels know: those for gradients of scores, for dq in the order of keys, for a bias's gradient.
-HANDLES = KNOWN_TO_ALL
+HANDLES = (*KNOWN_TO_ALL, *OF_RULES)
 
 
 @dataclass(frozen=True)
@@ -255,6 +256,7 @@ def of_rows(config: Sm80BackwardConfig, entry: str) -> Sm80BackwardConfig:
     ROWS has at most `_ROW_WARPS` warps, as in larger thread blocks its reads wait for others.
     """
     constant: dict[str, Any] = {"bias_element": config.element, **dict.fromkeys(FLAGS, False)}
+    constant |= {"rules": NO_RULES, "rule_in_blocks": False}
     constant |= dict.fromkeys(("plain_scores", "computes_dk", "computes_dv"), True)
     num_warps = min(config.num_warps, _ROW_WARPS) if entry == ROWS else config.num_warps
     return replace(config, entry=entry, num_warps=num_warps, **constant)
@@ -275,7 +277,9 @@ def backward(
         return ()
     row = next(r for r in BACKWARD if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
     given = row, problem.dtype, problem.bias_dtype, flags_of(problem), capability, limit, aligned, _is_short(problem)
-    return configs(*given, bool(problem.deterministic and not problem.block_mask), problem.block_size[1])
+    in_order = bool(problem.deterministic and not problem.block_mask)
+    passes = configs(*given, in_order, problem.block_size[1])
+    return tuple(tuple(with_rules(config, problem) for config in each) for each in passes)
 
 
 def _smem_of_queries(tile: Sm80Tile, row: Sm80Row[Sm80Tile]) -> int:

@@ -17,6 +17,7 @@ from cuflash.plan.config import (
     BY_HALVES,
     FLAGS,
     KNOWN_TO_ALL,
+    OF_RULES,
     KernelConfig,
     are_products,
     common,
@@ -24,12 +25,14 @@ from cuflash.plan.config import (
     has_plain_scale,
     not_taken,
     of_half,
+    with_rules,
+    without_blocks_of_rule,
     without_window,
 )
 from cuflash.plan.config import table_flags as common_flags
 from cuflash.problem.attention_problem import AttentionProblem
 
-HANDLES = (*KNOWN_TO_ALL, "has_score_mod", "has_mask_mod")  # the flags that the forward kernel knows
+HANDLES = (*KNOWN_TO_ALL, *OF_RULES)  # the flags that the forward kernel knows
 # So many bytes of shared memory are no tile's: they tell which keys are seen, with the padding before them.
 SMEM_BESIDE_TILES = 256
 # The driver takes so many bytes of shared memory for each thread block.
@@ -76,7 +79,8 @@ class Sm80Row(Generic[T]):
         options = without_window(flags)
         if is_plain and not options:
             return *self.tiles, *self.with_options
-        with_one = self.with_one if is_plain and len(options) == 1 else ()
+        alone = without_blocks_of_rule(options)
+        with_one = self.with_one if is_plain and len(alone) == 1 else ()
         return (*(t for t in with_one if options <= {*t.only}), *self.with_options)
 
 
@@ -87,7 +91,7 @@ def meets_whole_blocks(size: int, block: int) -> bool:
 
 ENTRY = "forward_sm80"
 FEW = ("has_softcap", "has_alibi")
-MORE = (*FEW, "has_dropout", "has_block_mask")
+MORE = (*FEW, "has_dropout", "has_block_mask", *OF_RULES)
 _64X64 = (
     Sm80Tile(64, 64, 4, min_blocks=4, only=("has_mask", "has_block_mask")),
     Sm80Tile(64, 64, 4, min_blocks=3, only=("has_mask", "has_block_mask")),
@@ -108,7 +112,7 @@ FORWARD = (
         (Sm80Tile(64, 32, 4, min_blocks=2),),
         (
             Sm80Tile(128, 128, 4, stages=2, min_blocks=2, listed=2, below=BLACKWELL, only=("has_block_mask",)),
-            Sm80Tile(128, 64, 4, stages=2, min_blocks=2, only=(*FEW, "has_block_mask")),
+            Sm80Tile(128, 64, 4, stages=2, min_blocks=2, only=(*FEW, "has_block_mask", *OF_RULES)),
             Sm80Tile(128, 64, 4, min_blocks=2, only=("has_bias",)),
             *_64X64,
         ),
@@ -125,8 +129,8 @@ FORWARD = (
         ),
         (Sm80Tile(64, 32, 4, min_blocks=2), Sm80Tile(64, 32, 4)),
         (
-            Sm80Tile(128, 64, 4, stages=2, min_blocks=2, only=(*FEW, "has_block_mask")),
-            Sm80Tile(128, 64, 4, min_blocks=2, only=(*FEW, "has_block_mask")),
+            Sm80Tile(128, 64, 4, stages=2, min_blocks=2, only=(*FEW, "has_block_mask", *OF_RULES)),
+            Sm80Tile(128, 64, 4, min_blocks=2, only=(*FEW, "has_block_mask", *OF_RULES)),
             Sm80Tile(64, 64, 2, min_blocks=4, only=("has_block_mask",)),
             *_64X64[1:],
         ),
@@ -237,8 +241,8 @@ def forward_configs(
 ) -> tuple[Sm80QueryConfig, ...]:
     """The configurations of a kernel whose thread blocks stay with queries, that with the fastest tile first.
 
-    `flags` is a subset of `FLAGS`, `limit` the bytes of shared memory that a thread block may use, and `smem_bytes` the
-    need of a tile.
+    `flags` is a subset of `FLAGS`, `limit` the bytes of shared memory that a thread block may use, `smem_bytes` the
+    need of a tile, and `skipped` as in `first_fitting`.
     """
     tiles = row.tiles_for(flags, plain_scores and aligned)
     # A step takes several listed tiles only where they are neighbours, which means that one block has them all.
@@ -297,7 +301,7 @@ def forward(
     row = next(r for r in rows if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
     given = row, problem.dtype, problem.bias_dtype, flags_of(problem), capability, limit
     configs = forward_configs(*given, has_plain_scale(problem), aligned, problem.block_size, **of)
-    return tuple(replace(config, rules=problem.rules) for config in configs)
+    return tuple(with_rules(config, problem) for config in configs)
 
 
 def reason(problem: AttentionProblem) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from cuflash.hardware import FLOAT_BYTES, HALF_BYTES, capability_of, smem_limit
 from cuflash.kept import kept
 from cuflash.plan import sm80_forward
-from cuflash.plan.config import CPP_TYPES, flags_of, has_plain_scale, not_taken
+from cuflash.plan.config import CPP_TYPES, flags_of, has_plain_scale, not_taken, with_rules
 from cuflash.plan.sm80_forward import Capability, Sm80QueryConfig, Sm80Row, Sm80Tile, forward_configs
 from cuflash.problem.attention_problem import HALF_DTYPES, AttentionProblem
 from cuflash.problem.fp8 import FP8
@@ -118,7 +118,7 @@ def forward(problem: AttentionProblem, aligned: bool, capability: Capability, li
     given = row, problem.dtype, problem.bias_dtype, flags_of(problem), capability, limit
     plain = has_plain_scale(problem)
     configs = fp8_configs(*given, plain, aligned, problem.block_size, problem.result_dtype)
-    return tuple(replace(config, rules=problem.rules) for config in configs)
+    return tuple(with_rules(config, problem) for config in configs)
 
 
 def reason(problem: AttentionProblem) -> str:

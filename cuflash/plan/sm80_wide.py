@@ -14,6 +14,7 @@ from cuflash.kept import kept
 from cuflash.plan.config import (
     BY_HALVES,
     KNOWN_TO_ALL,
+    OF_RULES,
     are_products,
     common,
     flags_of,
@@ -21,6 +22,7 @@ from cuflash.plan.config import (
     not_taken,
     of_half,
     table_flags,
+    with_rules,
     without_window,
 )
 from cuflash.plan.entries import key_results
@@ -49,7 +51,7 @@ from cuflash.plan.sm80_wide_tiles import BIAS, WideGradientRow, backward_rows_of
 from cuflash.plan.split import KEY_PARTS
 from cuflash.problem.attention_problem import AttentionProblem
 
-HANDLES = KNOWN_TO_ALL  # the flags that these kernels know
+HANDLES = (*KNOWN_TO_ALL, *OF_RULES)  # the flags that these kernels know
 _FACTORS = 4  # floats a key takes in the forward kernel: its factor and its value's, in two buffers each
 # A row of a gradient's tile takes so many bytes besides its elements: lse and delta in float64, or both and two factors
 # in float32.
@@ -289,19 +291,22 @@ def _made(make: Any, rows: Any, problem: AttentionProblem, *place: Any, **given:
 @kept
 def forward(problem: AttentionProblem, *place: Any) -> tuple[WideConfig, ...]:
     """The candidates for the forward kernel of a problem; `place` is as in `sm80_forward.forward`."""
-    return _made(forward_configs, forward_rows_of, problem, *place, plain_scores=has_plain_scale(problem))
+    configs = _made(forward_configs, forward_rows_of, problem, *place, plain_scores=has_plain_scale(problem))
+    return tuple(with_rules(config, problem) for config in configs)
 
 
 @kept
 def backward(problem: AttentionProblem, *place: Any) -> tuple[tuple[WideGradientConfig, ...], ...]:
     """The candidates for the kernels for dq, dk and dv of a problem, that for dq first in each."""
-    return _made(gradient_passes, backward_rows_of, problem, *place, plain_scores=has_plain_scale(problem))
+    passes = _made(gradient_passes, backward_rows_of, problem, *place, plain_scores=has_plain_scale(problem))
+    return tuple(tuple(with_rules(config, problem) for config in each) for each in passes)
 
 
 @kept
 def of_bias(problem: AttentionProblem, *place: Any) -> tuple[WideGradientConfig, ...]:
     """The candidates for the gradient of a bias of any shape."""
-    return _made(bias_configs, lambda kind, _: BIAS[kind], replace(problem, bias=None), *place)
+    configs = _made(bias_configs, lambda kind, _: BIAS[kind], replace(problem, bias=None), *place)
+    return tuple(with_rules(config, problem) for config in configs)
 
 
 def reason(problem: AttentionProblem, gradients: bool) -> str:

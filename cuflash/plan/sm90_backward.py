@@ -25,10 +25,12 @@ from cuflash.plan import sm90_forward
 from cuflash.plan.config import (
     FLAGS,
     KNOWN_TO_ALL,
+    OF_RULES,
     are_products,
     common,
     flags_of,
     not_taken,
+    with_rules,
     without_window,
 )
 from cuflash.plan.sm90_backward_tiles import (
@@ -44,11 +46,13 @@ from cuflash.plan.sm90_backward_tiles import (
     options_of,
     queries_seen,
     row_for,
+    smaller_rows,
 )
 from cuflash.plan.sm90_forward import DTYPES, SMEM_BESIDE_TILES, Layout, Sm90Config, has_vectors
 from cuflash.problem.attention_problem import AttentionProblem
+from cuflash.rules.form import NO_RULES
 
-HANDLES = KNOWN_TO_ALL  # the flags that these kernels know
+HANDLES = (*KNOWN_TO_ALL, *OF_RULES)  # the flags that these kernels know
 # ROWS runs before the main kernel and prepares what that loads of each query. DQ runs last and writes dq from sums.
 ROWS, DQ = "backward_sm90_rows", "backward_sm90_dq"
 # Registers of a thread that loads, of one that computes, and of one that computes dq. In WIDE the second number is that
@@ -98,7 +102,8 @@ class Sm90BackwardConfig(Sm90Config):
     @property
     def of_rows(self) -> Sm90BackwardConfig:
         """The configuration of the kernels ROWS and DQ, whose stages are their own (cuda_src/sm90/backward/rows.cu)."""
-        known = {"has_bias", "has_window"} if self.writes_dbias else {"has_bias"}
+        # With a bias or a rule, whose text ROWS does not need, lse keeps its units.
+        known = {"has_bias", "has_window"} if self.writes_dbias else {"has_bias", "has_score_mod"}
         flags: dict[str, Any] = {flag: getattr(self, flag) and flag in known for flag in FLAGS}
         stage_bytes = 2 * self.block_m * whole_rows(HALF_BYTES * self.head_dim_v)
         room, consumers = hardware.SMEM_BYTES - SMEM_BESIDE_TILES, _ROW_WARPGROUPS
@@ -124,6 +129,8 @@ class Sm90BackwardConfig(Sm90Config):
             plain_scores=True,
             has_bias_tiles=False,
             has_mask_vectors=False,
+            rules=NO_RULES,
+            rule_in_blocks=False,
             splits_queries=False,
             **flags,
         )
@@ -185,6 +192,8 @@ def backward_config(
     if (arrays and len(options) > 2) or (row.entry == NARROW and (len(arrays) > 1 or options > {"has_block_mask"})):
         has_all = row.entry == NARROW and arrays == ARRAYS
         registers = _REGISTERS_OF_ARRAYS if has_all else _REGISTERS_OF_SEVERAL[row.entry]
+    if options & {*OF_RULES} and row.entry == WIDE:  # the loading warp asks the rules which keys are hidden
+        registers = _REGISTERS_OF_WIDEST if row == BACKWARD[-1] else _REGISTERS_OF_SEVERAL[WIDE]
     masks_in_order = deterministic and options == {"has_mask", "has_block_mask"}
     if row == BACKWARD[-1] and len(options) > 1:
         if "has_bias" in options:
@@ -274,8 +283,9 @@ def backward(
     if obstacle(problem) or not all(sm90_forward.expressible(*layout) for layout in layouts):
         return ()
     in_tiles = problem.bias_dtype in DTYPES and not problem.packed and has_vectors(bias, HALF_BYTES)
+    in_tiles = in_tiles and problem.rules.score is None
     in_vectors = has_vectors(mask, 1) and mask is not None and mask[1][-1] % ALIGNMENT == 0
-    configs = _configs(problem, in_tiles, in_vectors)
+    configs = tuple(with_rules(config, problem) for config in _configs(problem, in_tiles, in_vectors))
     first = configs[0]
     if first.has_mask and not first.has_mask_vectors and first.head_dim <= 128 and len(options_of(problem)) > 1:
         return ()  # slower than mma.sync
@@ -289,7 +299,7 @@ def _configs(
 ) -> tuple[Sm90BackwardConfig, ...]:
     row = row_for(problem, bias_tiles, mask_vectors)
     assert row is not None
-    rows = dict.fromkeys((row, *(other for other in WITH_OPTIONS if other.holds(problem))))
+    rows = dict.fromkeys((row, *smaller_rows(problem)))
     return tuple(
         backward_config(
             each,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cuflash.plan.config import flags_of, without_window
+from cuflash.plan.config import OF_RULES, flags_of, without_blocks_of_rule, without_window
 from cuflash.problem.attention_problem import AttentionProblem
 
 # Computing warpgroups of NARROW have 64 keys each. The warpgroups of WIDE, which is for wide heads, share 64 keys, of
@@ -63,6 +63,8 @@ def options_of(problem: AttentionProblem) -> set[str]:
 def row_for(problem: AttentionProblem, bias_tiles: bool = False, mask_vectors: bool = False) -> Sm90BackwardRow | None:
     """Choose the row whose registers suffice for a problem's options, or None."""
     options = options_of(problem)
+    if options & {*OF_RULES}:
+        return next(iter(_rows_for_rules(problem, options)), None)
     rows: tuple[Sm90BackwardRow, ...] = WITH_OPTIONS
     # Registers hold no random bits where the additions to dq have an order.
     drops = options == {"has_dropout"} and not problem.deterministic
@@ -88,6 +90,26 @@ def row_for(problem: AttentionProblem, bias_tiles: bool = False, mask_vectors: b
     if (options & ARRAYS and len(options) > 2) or (problem.deterministic and bias_and_blocks):
         rows = rows[:-1]
     return next((r for r in rows if r.holds(problem)), None)
+
+
+def smaller_rows(problem: AttentionProblem) -> list[Sm90BackwardRow]:
+    """Return the rows that a problem can take where the threads of `row_for`'s would spill registers."""
+    options = options_of(problem)
+    if options & {*OF_RULES}:
+        return _rows_for_rules(problem, options)[1:]
+    return [row for row in WITH_OPTIONS if row.holds(problem)]
+
+
+def _rows_for_rules(problem: AttentionProblem, options: set[str]) -> list[Sm90BackwardRow]:
+    """Return the rows that a problem with users' own rules can take, the fastest first.
+
+    WIDE hands on a weight times the rule's derivative, whose sign would say that dropout drops it.
+    """
+    with_others = WITH_ONE_OPTION, WITH_OPTIONS, WITH_OPTIONS[1:]
+    tables = with_others if len(without_blocks_of_rule(options)) > 1 else (BACKWARD, *with_others)
+    wide = not options >= {"has_score_mod", "has_dropout"}
+    first = (next((r for r in rows if r.holds(problem) and (wide or r.entry == NARROW)), None) for rows in tables)
+    return [*dict.fromkeys(row for row in first if row is not None)]
 
 
 def _has_short_ranges(problem: AttentionProblem) -> bool:

@@ -27,21 +27,26 @@ from cuflash.kept import kept
 from cuflash.plan.config import (
     FLAGS,
     KNOWN_TO_ALL,
+    OF_RULES,
     KernelConfig,
     common,
     flags_of,
     has_plain_scale,
     not_taken,
     unknown,
+    with_rules,
+    without_blocks_of_rule,
     without_window,
 )
 from cuflash.plan.sm90_tiles import FORWARD, Sm90Row, Sm90Tile
 from cuflash.plan.sm90_times import is_timed
 from cuflash.problem.attention_problem import AttentionProblem
+from cuflash.rules.form import NO_RULES
 
-HANDLES = KNOWN_TO_ALL  # the flags that the kernel knows
-# These options know rows of several heads. A block mask does not, as its lists of keys are those of tiles of one head.
-_KNOWN_TO_ROWS = tuple(flag for flag in HANDLES if flag != "has_block_mask")
+HANDLES = (*KNOWN_TO_ALL, *OF_RULES)  # the flags that the kernel knows
+# These options know rows of several heads. A block mask does not, as its lists of keys are those of tiles of one head,
+# and users' own rules are asked for one head.
+_KNOWN_TO_ROWS = tuple(flag for flag in KNOWN_TO_ALL if flag != "has_block_mask")
 # Registers of a thread that loads and of one that computes, by the number of computing warpgroups. In all they are no
 # more than those that a launch gives to each thread in eights, of 64 K, or a warpgroup would wait for registers for
 # ever. With a block mask, and with a mask or a bias alone, the loading warpgroup needs more; with pages still more.
@@ -121,6 +126,10 @@ class Sm90ForwardConfig(Sm90Config):
         return problem.num_heads_kv if self.packs_heads else problem.num_heads_q
 
 
+def _tiles_for_rules(row: Sm90Row, flags: tuple[str, ...]) -> tuple[Sm90Tile, ...]:
+    return row.tiles_for_rules(len(without_blocks_of_rule(without_window(flags))) > 1)
+
+
 def _tile_for(
     row: Sm90Row,
     flags: tuple[str, ...],
@@ -134,6 +143,8 @@ def _tile_for(
     has_pages: bool,
 ) -> Sm90Tile:
     options = without_window(flags)
+    if options & {*OF_RULES}:
+        return _tiles_for_rules(row, flags)[0]
     if few_queries and "has_block_mask" not in options:
         return row.of_few_queries("has_bias" in options and not bias_tiles)
     if not options and plain_scores:
@@ -253,7 +264,7 @@ def config_of(
         has_bias_tiles=bias_tiles,
         has_mask_tiles=mask_tiles,
         bounded_scores=bounded_scores,
-        plain_scores=plain_scores and not {"has_softcap", "has_bias"} & set(flags),
+        plain_scores=plain_scores and not {"has_softcap", "has_bias", "has_score_mod"} & set(flags),
         smem_bytes=teams * smem_bytes,
         **common(Sm90ForwardConfig, dtype, bias_dtype, flags, row, tile),
     )
@@ -271,7 +282,7 @@ def candidates(problem: AttentionProblem, config: Sm90ForwardConfig) -> tuple[Sm
             packs_heads=config.packs_heads,
             has_pages=config.has_pages,
         )
-        for tile in row.tiles
+        for tile in (row.tiles if config.rules == NO_RULES else _tiles_for_rules(row, flags))
         if tile.block_m * tile.block_n < config.block_m * config.block_n
         and not tile.alone
         and not (config.packs_heads and tile.block_m < problem.group_size)
@@ -280,7 +291,8 @@ def candidates(problem: AttentionProblem, config: Sm90ForwardConfig) -> tuple[Sm
     exact: dict[str, Any] = {"follows_every_maximum": True, "early_powers": 0} if config.follows_every_maximum else {}
     panels = [min(c.staging_panels, config.staging_panels) for c in smaller]
     tails = [replace(c, pair=1, staging_panels=n, **exact) for c, n in zip(smaller, panels, strict=True)]
-    return config, *sorted(dict.fromkeys(tails), key=lambda c: -c.block_m * c.block_n)
+    by_size = sorted(dict.fromkeys(tails), key=lambda c: -c.block_m * c.block_n)
+    return config, *(with_rules(c, problem) for c in by_size)
 
 
 def wide_config(problem: AttentionProblem, config: Sm90ForwardConfig) -> Sm90ForwardConfig | None:
@@ -294,20 +306,21 @@ def wide_config(problem: AttentionProblem, config: Sm90ForwardConfig) -> Sm90For
         row, flags = row_of(problem), flags_of(problem)
         of_pages = {"has_pages": config.has_pages}
         config = config_of(row, row.with_more, problem.dtype, problem.bias_dtype, flags, **of_pages)
+        config = with_rules(config, problem)
     return replace(for_pages(problem, config), splits_keys=True, staging_panels=0, pair=1)
 
 
 def for_pages(problem: AttentionProblem, config: Sm90ForwardConfig) -> Sm90ForwardConfig:
     """The kernel that brings the pages of a problem in the way that suits their size.
 
-    TMA brings all pages beside a block mask, whose lists of keys are one warp's, and beside other options in tiles of
-    many rows, which leave no registers.
+    TMA brings all pages beside a block mask, whose lists of keys are one warp's, beside users' own rules, and beside
+    other options in tiles of many rows, which leave no registers.
     """
     if problem.pages is None or math.gcd(config.block_n, problem.pages.page_size) >= _FEWEST_ROWS_OF_BOX:
         return config
     row, flags = row_of(problem), known_flags(problem)
     has_options = bool(without_window(flags)) or not config.plain_scores
-    if config.has_block_mask or (has_options and config.block_m > row.few_queries.block_m):
+    if config.has_block_mask or config.rules != NO_RULES or (has_options and config.block_m > row.few_queries.block_m):
         return config
     return _copying_rows(row, config, problem.dtype, flags)
 
@@ -443,6 +456,7 @@ def config_for(
         packs_heads=packs_heads(problem),
         has_pages=problem.pages is not None,
     )
+    config = with_rules(config, problem)
     if config.packs_heads and problem.group_size > config.block_m:
         config = replace(config, packs_heads=False)
     few = problem.seqlen_q < LONG_QUERIES or problem.packed or problem.window_left is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+_LEAST_OF_HALVES = 64  # keys of a tile that can be halved
 MOST_PLAIN_ROWS = 128  # beside tiles of more rows a thread that loads has 32 registers
 
 
@@ -58,6 +59,15 @@ class Sm90Row:
     bounded: Sm90Tile | None = None  # tile with a softcap whose bound replaces maxima
     exact_again: int = 1 << 30  # from so many keys on a problem without a window takes the tile for few keys again
     of_small_grids: tuple[Sm90Tile, ...] = ()  # more tiles for grids that do not fill a GPU, at most with a window
+
+    def tiles_for_rules(self, with_others: bool) -> tuple[Sm90Tile, ...]:
+        """The tiles that users' own rules can take, the fastest first.
+
+        `with_others` says that there are more options than one.
+        """
+        more = self.with_more
+        smaller = (replace(more, block_n=more.block_n // 2),) if more.block_n >= _LEAST_OF_HALVES else ()
+        return (*(() if with_others else (self.with_mask,)), more, *smaller)
 
     @property
     def tiles(self) -> tuple[Sm90Tile, ...]:

@@ -24,12 +24,14 @@ from cuflash.plan.config import (
     BY_HALVES,
     COLUMNS,
     KNOWN_TO_ALL,
+    OF_RULES,
     are_products,
     common,
     flags_of,
     has_plain_scale,
     not_taken,
     of_half,
+    with_rules,
     without_window,
 )
 from cuflash.plan.entries import key_results
@@ -49,7 +51,7 @@ from cuflash.plan.split_tiles import (
 )
 from cuflash.problem.attention_problem import AttentionProblem
 
-HANDLES = KNOWN_TO_ALL  # the flags that these kernels know
+HANDLES = (*KNOWN_TO_ALL, *OF_RULES)  # the flags that these kernels know
 # An element of weights, v and dout has so many float16 parts, by precision; an element of q and k has its own number,
 # by the former. One part has the 11 bits of TF32.
 PARTS = {None: 2, "tf32": 1}
@@ -243,7 +245,8 @@ def forward(problem: AttentionProblem) -> tuple[SplitForwardConfig, ...]:
         return ()
     parts = PARTS[problem.precision]
     row = next(r for r in FORWARD[parts] if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
-    return forward_configs(row, parts, problem.bias_dtype, flags_of(problem), has_plain_scale(problem))
+    configs = forward_configs(row, parts, problem.bias_dtype, flags_of(problem), has_plain_scale(problem))
+    return tuple(with_rules(config, problem) for config in configs)
 
 
 @kept
@@ -255,7 +258,8 @@ def backward(problem: AttentionProblem) -> tuple[tuple[SplitGradientConfig, ...]
     widest = max(problem.head_dim, problem.head_dim_v)
     for row in BACKWARD[parts]:
         if widest <= row.head_dim:
-            return gradient_passes(row, parts, problem.bias_dtype, flags_of(problem), has_plain_scale(problem))
+            passes = gradient_passes(row, parts, problem.bias_dtype, flags_of(problem), has_plain_scale(problem))
+            return tuple(tuple(with_rules(config, problem) for config in each) for each in passes)
     return ()
 
 

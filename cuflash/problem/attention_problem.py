@@ -110,6 +110,7 @@ class AttentionProblem:
     place: Place = WHOLE
     rules: Rules = NO_RULES  # the user's own
     operands: tuple[OperandType, ...] = ()  # shapes and dtypes of their operands
+    rule_in_blocks: bool = False  # the block mask says which blocks a mask_mod hides, shows, or both
     pages: Pages | None = None  # k and v are pools of pages; seqlen_k counts logical keys
     num_splits: int | None = None  # splits of the keys where a kernel splits them
     split_size: int | None = None  # keys of a split: then a row's bits do not depend on other rows

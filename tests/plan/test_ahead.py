@@ -24,7 +24,7 @@ import cuflash
 from cuflash.cuda import ahead, refusals
 from cuflash.cuda import device as cuda_device
 from cuflash.gpu import ahead as gpu_ahead
-from cuflash.gpu import choose
+from cuflash.gpu import choose, rule_blocks
 
 
 class Slow(CpuDevice):
@@ -156,9 +156,10 @@ def test_nothing_is_compiled_ahead(reason: str, monkeypatch: pytest.MonkeyPatch)
     assert device.entries == {"forward_sm90"} and len(device.loaded) == 1
 
 
-@pytest.mark.parametrize("name", ["bias", "mask", "packed", "rules", "float64", "float32", "wide"])
-def test_every_kind_of_call_is_rehearsed(name: str) -> None:
+@pytest.mark.parametrize("name", ["bias", "mask", "packed", "rules", "hidden", "float64", "float32", "wide"])
+def test_every_kind_of_call_is_rehearsed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compiled ahead of a backward pass is all that it needs."""
+    monkeypatch.setattr(rule_blocks, "LEAST_ROWS", 64)
     q, k, v = arrays(
         96, {"float64": "float64", "float32": "float32"}.get(name, "float16"), 300 if name == "wide" else 64
     )
@@ -169,6 +170,7 @@ def test_every_kind_of_call_is_rehearsed(name: str) -> None:
             "score_mod": lambda s, b, h, i, j, x, y: s * x[h],
             "operands": (np.ones(2, np.float32), np.ones(1, np.int32)),
         },
+        "hidden": {"mask_mod": lambda b, h, i, j: i > j + 64},
     }
     device = Slow((9, 0), 0.0)
     with hook.kernels_on(device):

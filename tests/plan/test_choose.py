@@ -22,11 +22,15 @@ from devices import Device, forget_launches
 from spilling import SAMPLES, Nothing, sample
 
 import cuflash
+from cuflash.cuda import ahead, refusals
 from cuflash.cuda import compile as cuda_compile
 from cuflash.cuda import device as cuda_device
-from cuflash.cuda import refusals
 from cuflash.gpu import choose, launch
+from cuflash.hardware import smem_limit
 from cuflash.plan import portable as plan_portable
+from cuflash.plan import sm80_forward
+from cuflash.plan.config import KernelConfig
+from cuflash.problem.attention_problem import accum_of
 from cuflash.rules.form import trace_rules
 from cuflash.tools import info
 
@@ -67,12 +71,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     forget()
 
 
-def tiles(device: Spilling, dtype: str = "float16") -> dict[str, str]:
+def tiles(device: Spilling, dtype: str = "float16", **options: Any) -> dict[str, str]:
     """Return the tiles of both passes by kernel, in a new process."""
     forget()
     q = np.zeros((1, 300, 2, 64), dtype)
     with hook.kernels_on(device):
-        out, backward = cuflash.attention_vjp(q, q, q)
+        out, backward = cuflash.attention_vjp(q, q, q, **options)
         backward(out)
     return {x.kernel.entry: x.kernel.config.tile for x in launch._launches.values() if x.kernel.visits_tiles}
 
@@ -137,6 +141,29 @@ def test_where_all_spill_the_least_is_taken() -> None:
     assert len(set(device.loaded)) > 2
 
 
+FAMILIES = {  # of GPUs where all kernels spill: capability, dtype, the kernels of another family that take a rule
+    "wgmma": ((9, 0), "float16", {"forward_sm80", "backward_sm80"}),
+    "parts by wgmma": ((9, 0), "float32", {"forward", "backward_dq", "backward_dkv"}),
+    "parts by mma.sync": ((8, 0), "float32", {"forward", "backward_dq", "backward_dkv"}),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_rule_that_spills_everywhere_takes_the_next_family(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ahead.SWITCH, "0")  # other threads would prepare the first family's kernels
+    capability, dtype, expected = FAMILIES[name]
+    rule: dict[str, Any] = {"score_mod": lambda s, b, h, i, j: s * j}
+    first = Spilling(capability, 1)
+    chosen = tiles(first, dtype, **rule)
+    assert set(chosen) == expected
+    # Without a rule the family's own kernels run, and spill.
+    assert set(tiles(Spilling(capability, 1), dtype)).isdisjoint(expected)
+    # A later process compiles what it takes alone.
+    later = Spilling(capability, 1)
+    assert tiles(later, dtype, **rule) == chosen
+    assert set(later.loaded) == {0, *(m * n for m, n in (map(int, tile.split("x")[:2]) for tile in chosen.values()))}
+
+
 def test_only_kernels_of_several_candidates_are_asked() -> None:
     class Kernel:
         def spilled_bytes(self, device: Any) -> int:
@@ -148,6 +175,9 @@ def test_only_kernels_of_several_candidates_are_asked() -> None:
     assert choose.choose(device, [only]) is only
     assert choose.choose(device, []) == ()
     assert choose.choose(cpu, [only, (Kernel(),)]) is only
+    assert choose.choose(cpu, [only], others_serve=True) is only
+    with pytest.raises(AssertionError, match="compiled"):
+        choose.choose(device, [only], others_serve=True)
 
 
 @pytest.mark.parametrize(
@@ -211,10 +241,16 @@ def test_a_cubin_tells_its_local_memory(name: str, arch: str) -> None:
 
 
 @needs_compiler
-def test_sines_of_doubles_have_local_memory_by_design() -> None:
-    config = plan_portable.config_of("forward", "float64", None, 0, 64, ("has_score_mod",))
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_sines_have_local_memory_by_design(dtype: str) -> None:
+    flags = ("has_score_mod",)
+    config: KernelConfig = (
+        plan_portable.config_of("forward", "float64", None, 0, 64, flags)
+        if dtype == "float64"
+        else sm80_forward.forward_configs(sm80_forward.FORWARD[0], dtype, None, flags, (8, 0), smem_limit("sm_80"))[-1]
+    )
     for function in (lambda s, b, h, i, j: np.sin(s) + np.cos(s * j), lambda s, b, h, i, j: s * j):
-        rules = trace_rules(function, None, (), "float64")
+        rules = trace_rules(function, None, (), accum_of(dtype))
         own = replace(config, rules=rules)
         report = cuda_compile.compile_for("sm_80", source(own), "forward")
         assert report.spill_bytes == 0 and report.local_bytes == own.local_bytes

@@ -60,6 +60,9 @@ def _sequence(case: Case, b: int, rows: tuple[Any, ...], keys: tuple[Any, ...]) 
             visible &= _own(extra, b, seqlen_q, seqlen_k)
     if options.get("bias") is not None:
         visible &= ~np.isneginf(_own(options["bias"], b, seqlen_q, seqlen_k).astype(np.float64))
+    if options.get("mask_mod") is not None:
+        h, i, j = np.ogrid[: case.q.shape[-2], :seqlen_q, :seqlen_k]
+        visible &= options["mask_mod"](b, h, i, j, *options.get("operands", ()))
     return Sequence(rows, keys, (*rows[:-1], slice(None), rows[-1]), used_rows, used_keys, visible)
 
 

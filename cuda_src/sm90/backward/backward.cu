@@ -259,6 +259,8 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings
         keep(x);
         SoftcapFactors<> factors(nullptr);
         apply_softcap(x, scores, factors);
+        RuleFragment rule;
+        scores.take(rule, x);
         if constexpr (HAS_BIAS_TILES) {
           masked |= add_bias(x, scores, bias_panel(shared.bias, rings.q.stage, warpgroup));
         }
@@ -284,7 +286,8 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings
         if (last) rings.v.release();
 #pragma unroll
         for (int e = 0; e < FRAGMENT; e++) dp[e] = score_gradient<!WRITES_DBIAS>(p, dp[e], x[e], delta[e]);
-        if (masked) clear_hidden(dp, x);
+        if (masked || HIDES_BY_RULE) clear_hidden(dp, x);
+        rule.apply(dp);
         apply_softcap_gradient(dp, x, lse, scores, factors);
         pack(ds, dp);
         // 6. dS goes to shared memory for dQ of all warpgroups.

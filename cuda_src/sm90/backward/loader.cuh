@@ -85,7 +85,7 @@ DEVICE void clear_unseen_keys(const AttentionParams& p, const Sequence& s, int h
       const Mask mask(p, s, head);
       const Score score(p, s, head);
       for (int i = lane(); i < s.len_q && !seen; i += WARP) {
-        seen = mask.visible(i, key) && score.value(0, i, key) != -infinity();
+        seen = mask.visible(i, key) && score.may_be_seen(i, key);
       }
     }
     if (__any_sync(ALL_LANES, seen)) continue;

@@ -79,7 +79,7 @@ DEVICE u32 skipped_steps(const AttentionParams& p, const Sequence& s, const Iter
 template <class Iterator>
 DEVICE bool some_query_sees_all(const AttentionParams& p, const Sequence& s, const Iterator& iterator, int first_key) {
   bool sees = false;
-  if constexpr (HAS_BLOCK_MASK && !HAS_MASK && !HAS_BIAS) {
+  if constexpr (HAS_BLOCK_MASK && !HAS_MASK && !HAS_BIAS && !HIDES_BY_RULE) {
     const int* entry = iterator.blocks.list + lane();
     if (!iterator.done() && lane() < iterator.blocks.left && (*entry & 1) == 0 && *entry >> 1 < iterator.blocks.end) {
       const Mask::Range range = Mask(p, s, iterator.head).columns((*entry >> 1) * BLOCK_M);
@@ -214,7 +214,11 @@ struct BiasPlace {
 // ---- Softcap. A score's weight tells its tanh again, so nothing has to be kept for the derivative. A bias may swallow
 // the score in the sum; there the derivative is kept.
 
-constexpr bool KEEPS_DERIVATIVE = HAS_SOFTCAP && HAS_BIAS;
+// TAKES_SOFTCAP: softcap is applied here. Beside the user's own rule, whose derivative no weight tells, to_weights()
+// does it, and RuleFragment keeps both derivatives.
+constexpr bool TAKES_SOFTCAP = HAS_SOFTCAP && !HAS_SCORE_MOD;
+constexpr bool KEEPS_DERIVATIVE = TAKES_SOFTCAP && HAS_BIAS;
+static_assert(!(HAS_SCORE_MOD && HAS_BIAS_TILES), "the rule is given scores with their bias, element by element");
 
 // quotient() is within two units in the last place where dk or dv leave few registers: a division's slow path takes
 // some.
@@ -283,7 +287,7 @@ DEVICE void apply_softcap(float (&x)[FRAGMENT], const GradientFragment& scores, 
       }
       factors[e / 2] = packed(Element(), derivative[0], derivative[1]);
     }
-  } else if constexpr (HAS_SOFTCAP) {
+  } else if constexpr (TAKES_SOFTCAP) {
     const CappedAlibi alibi(scores);
     const float factor = quotient(scores.scale, static_cast<float>(scores.p.softcap));
 #pragma unroll
@@ -305,7 +309,7 @@ DEVICE void apply_softcap_gradient(float (&ds)[FRAGMENT], const float (&weights)
       ds[e] *= factor.x;
       ds[e + 1] *= factor.y;
     }
-  } else if constexpr (HAS_SOFTCAP) {
+  } else if constexpr (TAKES_SOFTCAP) {
     const CappedAlibi alibi(scores);
     const float unit = quotient(1, static_cast<float>(scores.p.softcap) * LOG2_E);
 #pragma unroll
@@ -321,7 +325,8 @@ DEVICE void apply_softcap_gradient(float (&ds)[FRAGMENT], const float (&weights)
 
 // LseValues reads lse from shared memory each time where options take many registers, and holds it in registers
 // elsewhere.
-template <bool IN_PLACE = HAS_BIAS || HAS_SOFTCAP || HAS_MASK || HAS_DROPOUT || (HAS_BLOCK_MASK && BLOCKS_M > 1)>
+template <bool IN_PLACE =
+              HAS_BIAS || HAS_SOFTCAP || HAS_MASK || HAS_DROPOUT || HIDES_BY_RULE || (HAS_BLOCK_MASK && BLOCKS_M > 1)>
 struct LseValues : QueryValues {
   using QueryValues::QueryValues;
 };
@@ -338,7 +343,7 @@ constexpr bool MASK_IN_BITS = HAS_MASK_VECTORS || (HAS_MASK && (HEAD_DIM > 128 |
 template <class Values>
 DEVICE void to_weights(float (&x)[FRAGMENT], const GradientFragment& scores, const Values& lse, bool masked,
                        const BlockBits& bits) {
-  scores.to_weights<HAS_BIAS_TILES || HAS_SOFTCAP, HAS_BLOCK_MASK || MASK_IN_BITS>(
+  scores.to_weights<HAS_BIAS_TILES || TAKES_SOFTCAP, HAS_BLOCK_MASK || MASK_IN_BITS>(
       x, lse, masked, static_cast<float>(scores.p.softcap), bits);
 }
 

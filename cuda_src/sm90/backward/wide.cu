@@ -46,6 +46,7 @@ struct SharedStorage {
   GradientBias bias;
 };
 static_assert(DS_PANEL_BYTES / WARPS == ROWS_OF_WARP * ROW_BYTES, "room for a warp's rows");
+static_assert(!(HAS_DROPOUT && HAS_SCORE_MOD), "a weight's sign tells that it is dropped");
 static_assert(BLOCK_N == ROWS_OF_WARPGROUP && BLOCK_M == ROWS_OF_WARPGROUP && CONSUMERS == 3, "one tile of 64 x 64");
 
 // is_own() tells whether this block of a pair computes dq of a step. Each computes it for the keys of both in every
@@ -151,6 +152,8 @@ DEVICE void compute_dv(const AttentionParams& p, SharedStorage& shared, Rings& r
       if (SHARED_FACTORS) rings.weights.acquire();
       SoftcapFactors<> factors(&shared.weights[own_warp()][0][lane()]);
       apply_softcap(x, scores, factors);
+      RuleFragment rule;
+      scores.take(rule, x);
       if constexpr (HAS_BIAS_TILES) masked |= add_bias(x, scores, bias_panel(shared.bias, rings.q.stage, 0));
       to_weights(x, scores, lse, masked, bits);
       mask.clear_hidden(x);
@@ -169,7 +172,8 @@ DEVICE void compute_dv(const AttentionParams& p, SharedStorage& shared, Rings& r
       if (!FEW_REGISTERS) release();
       u32 packed_weights[FRAGMENT / 2];
       pack_kept(packed_weights, x);
-      // Softcap's derivative is a factor of the gradients, like the weights.
+      // The derivatives of softcap and of the user's own rule are factors of the gradients, like the weights.
+      rule.apply(x);
       apply_softcap_gradient(x, x, lse, same, factors);
       if (FEW_REGISTERS) release();
       if (!SHARED_FACTORS) rings.weights.acquire();
@@ -232,7 +236,7 @@ DEVICE void compute_dk(const AttentionParams& p, SharedStorage& shared, Rings& r
       multiply_by_rows<HEAD_DIM_V, BLOCK_N, BLOCK_M>(dp, rings.v.buffer(), rings.dout.buffer());
       rings.q.wait();
       const Step& step = shared.steps[rings.q.stage];
-      const bool masked = HAS_BIAS_TILES || HAS_MASK_VECTORS || step.masked != 0;
+      const bool masked = HAS_BIAS_TILES || HAS_MASK_VECTORS || HIDES_BY_RULE || step.masked != 0;
       last = step.last;
       const QueryValues delta(shared.delta[rings.dout.stage]);
       rings.weights.wait();

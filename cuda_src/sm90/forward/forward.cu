@@ -27,7 +27,9 @@ DEVICE auto softmax_of(const UnitFragment& scores) {
 constexpr bool SCALE_ONCE = !HAS_OPTIONS || ((HAS_BIAS || HAS_DROPOUT) && NUM_OPTIONS == 1 && HEAD_DIM_V <= 128);
 // COPIES is how many copies of a step the loop has: for the first tile of keys, for masked and for other tiles; with
 // two, the first tile takes the masked copy, too.
-constexpr int COPIES = NUM_OPTIONS > 1 || HAS_DROPOUT ? 1 : HEAD_DIM > 64 && (HAS_MASK || HAS_BIAS) ? 2 : 3;
+constexpr int COPIES = NUM_OPTIONS > 1 || HAS_DROPOUT || HAS_SCORE_MOD || HAS_MASK_MOD ? 1
+                       : HEAD_DIM > 64 && (HAS_MASK || HAS_BIAS)                       ? 2
+                                                                                       : 3;
 // EARLY_QUERIES: where the next queries have no buffer of their own, the last step of a tile releases its queries as
 // soon as it can.
 constexpr bool EARLY_QUERIES = TEAMS > 1 || (QUERY_STAGES == 1 && (!HAS_OPTIONS || (HAS_BLOCK_MASK && COPIES == 3)));

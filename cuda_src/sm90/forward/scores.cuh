@@ -154,9 +154,9 @@ struct UnitScore {
   float factor;       // factor of a product q.k
   float softcap;
 
-  // The constructor chooses the unit. A bias needs natural units: in others finfo.min would overflow.
+  // The constructor chooses the unit. Scores of any size need natural units, and the user's own rule is given them.
   DEVICE explicit UnitScore(const Score& score) : softcap(score.softcap) {
-    unit = HAS_BIAS ? 1 : HAS_SOFTCAP ? score.softcap : PLAIN_SCORES ? score.scale : 1;
+    unit = ANY_SCORES ? 1 : HAS_SOFTCAP ? score.softcap : PLAIN_SCORES ? score.scale : 1;
     if constexpr (HAS_ALIBI) slope = score.slope / unit;
     factor = HAS_SOFTCAP ? score.scale / score.softcap : score.scale;
   }
@@ -165,7 +165,7 @@ struct UnitScore {
   // scores rounded to float16.
   DEVICE float of_product(float product) const {
     if constexpr (BOUNDED_SCORES) return product;
-    if constexpr (HAS_SOFTCAP) return ptx::tanh(product * factor) * (HAS_BIAS ? softcap : 1);
+    if constexpr (HAS_SOFTCAP) return ptx::tanh(product * factor) * (ANY_SCORES ? softcap : 1);
     return PLAIN_SCORES ? product : product * factor;
   }
 };
@@ -205,6 +205,8 @@ struct UnitFragment : ScoreFragment {
   template <class AnyBlocks>
   DEVICE bool needs_mask_of(const AnyBlocks& blocks, int first_row, int rows) const {
     const int first_key = blocks.block * BLOCK_N;
+    // Behind the rule nothing would tell that a bias of -inf met a product of NaN.
+    if (HAS_BIAS && HAS_SCORE_MOD) return true;
     if (READS_MASK || !own_mask().columns_inside(first_row, rows, first_key, BLOCK_N)) return true;
     // ALiBi is linear on one side of the diagonal, so only tiles that the diagonal crosses take it element by element.
     const int nearest = first_row + s.diagonal() - (first_key + BLOCK_N - 1);
@@ -238,6 +240,16 @@ struct UnitFragment : ScoreFragment {
     for (int e = 0; e < BLOCK_N / 2; e++) x[e] = units.of_product(x[e]);
     if constexpr (HAS_BIAS) add(x, masked);
     if (HAS_ALIBI && (!SLOPE_BY_PRODUCT || masked)) add_alibi(x, units.slope, row, first_key);
+    if constexpr (HAS_SCORE_MOD) {
+      const RuleIf<HAS_SCORE_MOD> rule(p, s, head);
+#pragma unroll
+      for (int e = 0; e < BLOCK_N / 2; e++) {
+        // A bias of -inf hides, whatever the rule would make of it.
+        const float own = rule.value(x[e], row + row_offset(e), column + column_offset(e));
+        x[e] = HAS_BIAS && x[e] == -infinity() ? x[e] : own;
+      }
+    }
+    if (ASKS_EVERYWHERE || masked) hide_by_rule(x, row, column);
     if (!masked) return;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -255,6 +267,17 @@ struct UnitFragment : ScoreFragment {
           }
           x[e + side] = hidden ? -infinity() : x[e + side];
         }
+      }
+    }
+  }
+
+  // hide_by_rule() hides what the user's own rule hides.
+  DEVICE void hide_by_rule(float (&x)[BLOCK_N / 2], int row, int column) const {
+    if constexpr (HAS_MASK_MOD) {
+      const RuleIf<HAS_MASK_MOD> rule(p, s, head);
+#pragma unroll
+      for (int e = 0; e < BLOCK_N / 2; e++) {
+        x[e] = rule.visible(row + row_offset(e), column + column_offset(e)) ? x[e] : -infinity();
       }
     }
   }

@@ -347,7 +347,7 @@ class CpuDevice:
 class CpuKernel:
     """An entry of a module as a ``cuflash.cuda.device.LoadedKernel``."""
 
-    local_bytes = 0
+    local_bytes = 0  # the host's compiler has no registers that a kernel could run out of
 
     def __init__(self, module: Module, entry: str, smem_bytes: int) -> None:
         self._module, self._entry, self._smem_bytes = module, entry, smem_bytes
