@@ -112,7 +112,9 @@ def _first_forward(work: Work, config: Sm90ForwardConfig) -> Forward | None:
 
     There is none where another family runs, as `Work.chosen_pass` says.
     """
-    return work.chosen_or_none(Forward(each.entry, each) for each in sm90_forward.candidates(work.problem, config))
+    hides = sm90_forward.may_hide_queries(work.problem)
+    found = [replace(each, hides_queries=hides) for each in sm90_forward.candidates(work.problem, config)]
+    return work.chosen_or_none(Forward(each.entry, each) for each in found)
 
 
 def _is_out_expressible(work: Work) -> bool:

@@ -188,7 +188,9 @@ def test_every_row_has_a_tile_of_few_queries() -> None:
         assert row.few_queries.block_m == 64
 
 
-@pytest.mark.parametrize(("page_size", "copies"), [(1, True), (16, True), (48, True), (32, False), (257, True)])
+@pytest.mark.parametrize(
+    ("page_size", "copies"), [(1, True), (8, True), (24, True), (16, False), (48, False), (257, True)]
+)
 def test_boxes_of_few_rows_are_copied_row_by_row(page_size: int, copies: bool) -> None:
     paged = problem(1, 8192, pages=Pages(8192, page_size, 8192))
     assert sm90_forward.for_pages(paged, chosen(paged).config).copies_rows == copies

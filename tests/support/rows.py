@@ -32,7 +32,7 @@ from cuflash.plan.portable import OPERAND_ENTRIES
 HOST = Device("numpy", np)
 LENGTHS = (70, 152)  # rows of a bias that TMA can bring
 # A row does not tell these apart, as the tiles are the same, and tests of their own go through the options.
-_OF_OPTIONS = {*FLAGS, "element", "bias_element", "smem_bytes", "plain_scores", "rules"}
+_OF_OPTIONS = {*FLAGS, "element", "bias_element", "smem_bytes", "plain_scores", "hides_queries", "rules"}
 _TOLD_APART = (
     "splits_keys",
     "deterministic",

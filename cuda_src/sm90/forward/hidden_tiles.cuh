@@ -2,12 +2,13 @@
 // their results while the others compute. The scheduler hands no such tile on, so it costs what its writing costs.
 #include "work.cuh"
 
-// ZEROES_HIDDEN: the kernel has warps for such tiles. A tile of several heads, of some splits of the keys or with a
-// block mask, or where these warps load, goes the way of all tiles, which finds that it has no keys; so it does beside
-// a softcap that needs maxima, whose large tiles leave these warps too few registers.
+// ZEROES_HIDDEN: the kernel has warps for such tiles, if the host says that there may be any (HIDES_QUERIES). A tile of
+// several heads, of some splits of the keys or with a block mask, or where these warps load, goes the way of all tiles,
+// which finds that it has no keys; so it does beside a softcap that needs maxima, whose large tiles leave these warps
+// too few registers.
 constexpr bool LEAVES_REGISTERS = CONSUMERS <= 2 || !HAS_SOFTCAP || BOUNDED_SCORES;
 constexpr bool ZEROES_HIDDEN =
-    TEAMS == 1 && !PACKS_HEADS && !SPLITS_KEYS && !HAS_BLOCK_MASK && !COPIES_ROWS && LEAVES_REGISTERS;
+    HIDES_QUERIES && TEAMS == 1 && !PACKS_HEADS && !SPLITS_KEYS && !HAS_BLOCK_MASK && !COPIES_ROWS && LEAVES_REGISTERS;
 // ZEROES_BY_LENGTHS: it also has registers to find out what the lengths of each sequence hide. The schedulers of a pair
 // agree on a tile in step with the tiles that they hand on, so they hand on all.
 constexpr bool ZEROES_BY_LENGTHS = ZEROES_HIDDEN && CONSUMERS <= 2 && PAIR == 1;
