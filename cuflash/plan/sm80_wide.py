@@ -334,7 +334,7 @@ def _tiles(problem: AttentionProblem, gradients: bool, name: str) -> str:
 
 
 def table(capability: Capability, limit: int) -> Iterator[tuple[WideConfig, str]]:
-    """Every kernel of both passes on wide elements for a GPU, with its dtype; those with users' own rules are no rows."""
+    """Every kernel of both passes on wide elements for a GPU but those with users' own rules, with its dtype."""
     options = tuple(flag for flag in HANDLES if flag not in OF_RULES)
     for kind in [kind for kind in PARTS_OF if multiplies(kind, capability)]:
         for flags in table_flags(options):
