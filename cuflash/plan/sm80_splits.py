@@ -34,7 +34,6 @@ _FEW_ROWS = 2048  # rows that are merged by a thread block each: more fill the G
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 # Splits of one size are so many that the tiles of one sequence are about this number of thread blocks, as many as two
 # for each multiprocessor of a large GPU, whatever the batch and the GPU are.
-_BLOCKS_OF_SEQUENCE = 256
 
 Config = TypeVar("Config", bound=Sm80QueryConfig)
 
@@ -53,7 +52,7 @@ def heads_are_rows(problem: AttentionProblem) -> bool:
     place of a query does not matter. Products of float32 in parts find their operands in a work space instead.
     """
     shows_all = problem.window_left is None and (problem.window_right or 0) >= 0
-    is_one = problem.seqlen_q == 1 and not (problem.packed or problem.q_lengths) and shows_all
+    is_one = problem.seqlen_q == 1 and not (problem.packed or problem.q_lengths or problem.split_size) and shows_all
     told_apart = problem.sink or problem.alibi is not None or problem.dropout_p or problem.block_mask
     has_own_place = problem.place != WHOLE or problem.rules != NO_RULES
     in_parts = problem.dtype == "float32"
@@ -94,31 +93,18 @@ def merges_by_rows(problem: AttentionProblem, num_splits: int) -> bool:
 
 
 def _num_splits(problem: AttentionProblem, config: Sm80QueryConfig, num_sms: int) -> int:
-    if problem.is_empty:
+    # With splits of one size keys stay whole, so that packed and padded calls give a row the same bits.
+    if problem.is_empty or problem.split_size is not None:
         return 1
     steps = math.ceil(problem.seqlen_k / config.block_n)
     if problem.num_splits is not None:
         return min(problem.num_splits, steps)  # a split needs a tile of keys to compute
-    if problem.split_size is not None:
-        return _of_one_size(problem, config)
     if _tiles(problem, config) >= num_sms * config.min_blocks:
         return 1
     tried = [n for n in _SPLITS if n == 1 or _may_pay(problem, config, n, num_sms)]
     times = {n: predicted_us(problem, config, n, num_sms) for n in tried}
     bound = min(times.values()) * (1 + _EQUAL)
     return next(n for n in tried if times[n] <= bound)
-
-
-def _of_one_size(problem: AttentionProblem, config: Sm80QueryConfig) -> int:
-    """Splits of one size: by heads and padded queries alone, as bits depend on their number.
-
-    Packed calls cannot tell a sequence's queries, and lists of tiles are no range: keys stay whole, which keeps every
-    row's bits as well.
-    """
-    if problem.packed or problem.block_mask:
-        return 1
-    tiles = math.ceil(problem.seqlen_q / config.block_m) * problem.num_heads_q
-    return min(max(_BLOCKS_OF_SEQUENCE // tiles, 1), WARP)
 
 
 def predicted_us(problem: AttentionProblem, config: Sm80QueryConfig, num_splits: int, num_sms: int) -> float:

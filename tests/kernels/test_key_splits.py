@@ -129,8 +129,8 @@ def assert_right(kind: str, seqlen_q: int, seqlen_k: int, name: str, splits: dic
 def test_every_option_takes_splits(kind: str, name: str) -> None:
     splits = SPLITS[NAMES.index(name) % len(SPLITS)]
     assert_right(kind, 70, 300, name, splits)
-    # Kernels of float32 and float64 have no rules, and lists of tiles have no splits of one size.
-    assert merged() or (name == "rules" and kind in WIDE) or (name == "block mask" and "split_size" in splits)
+    # Kernels of float32 and float64 have no rules, and splits of one size leave keys whole.
+    assert merged() or (name == "rules" and kind in WIDE) or "split_size" in splits
 
 
 ROWS = ("plain", "causal", "softcap", "bias", "mask")  # options whose heads are rows
@@ -170,7 +170,7 @@ def test_pages_take_splits(kind: str, splits: dict[str, int], packed: bool) -> N
     else:
         out = cuflash.attention(q, pools["k"], pools["v"], **(of_queries | given))
     assert_near(out, expected)
-    if splits and not (packed and "split_size" in splits):
+    if splits and "split_size" not in splits:
         assert merged()
 
 
