@@ -332,15 +332,15 @@ def table(capability: Capability, limit: int) -> Iterator[tuple[Sm80BackwardConf
     """Every kernel of the backward pass for a GPU, with its dtype."""
     for row in BACKWARD:
         for dtype in dtypes(capability):
-            kinds = [(flags, True, False, 0) for flags in sm80_forward.table_flags(row, HANDLES)]
+            kinds = [(flags, True, False, 0) for flags in sm80_forward.table_flags(row, KNOWN_TO_ALL)]
             kinds += [(flags, True, False, size) for flags, size in product(BLOCK_FLAGS, BLOCK_SIZES)]
             if any(tile.short for tile in row.tiles):
                 kinds += [((), True, True, 0), (("has_window",), True, True, 0)]
-            for flags, aligned, is_short, block_keys in (*kinds, (HANDLES, False, False, 0)):
+            for flags, aligned, is_short, block_keys in (*kinds, (KNOWN_TO_ALL, False, False, 0)):
                 given = dtype, None, flags, capability, limit, aligned, is_short
                 for deterministic in (False,) if "has_block_mask" in flags else (False, True):
                     candidates = configs(row, *given, deterministic, block_keys)
                     yield from ((config, dtype) for config in (candidates[0] if candidates else ()))
-    yield from sm80_forward.table(capability, limit, handled=HANDLES, **_QUERY_KERNEL)
-    for other, dtype in sm80_forward.table(capability, limit, handled=HANDLES, **_BIAS_KERNEL):
+    yield from sm80_forward.table(capability, limit, handled=KNOWN_TO_ALL, **_QUERY_KERNEL)
+    for other, dtype in sm80_forward.table(capability, limit, handled=KNOWN_TO_ALL, **_BIAS_KERNEL):
         yield _with_bias(other), dtype

@@ -511,7 +511,7 @@ def _of_pages(row: Sm90Row, dtype: str) -> Iterator[Sm90ForwardConfig]:
     """Kernels of pages: many queries, and few, whose heads may need a tile of many rows."""
     tiles = partial(forward_config, row, dtype, None, has_pages=True)
     of_heads = ("has_window",), ("has_window", "has_dropout"), ("has_window", "has_bias"), _KNOWN_TO_ROWS
-    of_pages: tuple[tuple[str, ...], ...] = ("has_window",), ("has_window", "has_softcap"), HANDLES
+    of_pages: tuple[tuple[str, ...], ...] = ("has_window",), ("has_window", "has_softcap"), KNOWN_TO_ALL
     yield from (tiles(flags, packs_heads=True) for flags in of_heads)
     yield from (tiles(flags) for flags in of_pages)
     few = partial(tiles, few_queries=True, packs_heads=True)
@@ -527,10 +527,10 @@ def table() -> Iterator[tuple[Sm90ForwardConfig, str]]:
 
     Each row comes plain, with a window and any one option, and with all; plain ones also without staged results.
     """
-    single = [("has_window", flag) for flag in HANDLES if flag != "has_window"]
+    single = [("has_window", flag) for flag in KNOWN_TO_ALL if flag != "has_window"]
     for row in FORWARD:
         for dtype in DTYPES:
-            for flags in ((), ("has_window",), *single, HANDLES):
+            for flags in ((), ("has_window",), *single, KNOWN_TO_ALL):
                 yield forward_config(row, dtype, None, flags), dtype
             for flags in ((), ("has_window",)):
                 yield replace(forward_config(row, dtype, None, flags), staging_panels=0), dtype
@@ -546,9 +546,9 @@ def table() -> Iterator[tuple[Sm90ForwardConfig, str]]:
             if dtype in _BOUNDED_DTYPES:
                 yield forward_config(row, dtype, None, ("has_window", "has_softcap"), bounded_scores=True), dtype
             for bias_dtype in (dtype, "float32"):
-                for flags in (("has_window", "has_bias"), HANDLES):
+                for flags in (("has_window", "has_bias"), KNOWN_TO_ALL):
                     yield forward_config(row, dtype, bias_dtype, flags, bias_tiles=True), dtype
             yield forward_config(row, dtype, None, ("has_window", "has_mask"), mask_tiles=True), dtype
             for flags in ((), ("has_window",), ("has_window", "has_softcap")):
                 yield replace(forward_config(row, dtype, None, flags), hides_queries=True), dtype
-            yield forward_config(row, dtype, None, HANDLES, bias_tiles=True, mask_tiles=True), dtype
+            yield forward_config(row, dtype, None, KNOWN_TO_ALL, bias_tiles=True, mask_tiles=True), dtype

@@ -285,10 +285,10 @@ def _in_words(tiles: str, *configs: SplitConfig) -> str:
 
 
 _TABLE_FLAGS: tuple[tuple[str, ...], ...] = (
-    *((), *((flag,) for flag in HANDLES), ("has_window", "has_block_mask")),
+    *((), *((flag,) for flag in KNOWN_TO_ALL), ("has_window", "has_block_mask")),
     *((*DROPOUT_AND_BLOCKS,), ("has_window", *DROPOUT_AND_BLOCKS)),
 )
-_ALL_BUT_BLOCK_MASK = tuple(flag for flag in HANDLES if flag != "has_block_mask")
+_ALL_BUT_BLOCK_MASK = tuple(flag for flag in KNOWN_TO_ALL if flag != "has_block_mask")
 
 
 def table() -> Iterator[tuple[SplitConfig, str]]:
@@ -297,7 +297,7 @@ def table() -> Iterator[tuple[SplitConfig, str]]:
     for parts, rows in FORWARD.items():
         for row in rows:
             blocks = () if row.with_blocks is None else (("has_window", "has_mask", "has_block_mask"),)
-            for flags in (*_TABLE_FLAGS, *blocks, others, _ALL_BUT_BLOCK_MASK, HANDLES):
+            for flags in (*_TABLE_FLAGS, *blocks, others, _ALL_BUT_BLOCK_MASK, KNOWN_TO_ALL):
                 yield from ((config, "float32") for config in forward_configs(row, parts, None, flags)[:1])
 
 
