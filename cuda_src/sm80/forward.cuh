@@ -29,39 +29,16 @@ DEVICE u32 next_buffer(u32 stage) { return BUFFERS == 2 ? stage ^ 1 : 0; }
 DEVICE u32 num_splits_of(const AttentionParams& p) { return SPLITS_KEYS ? p.splits : 1; }
 DEVICE int own_split(const AttentionParams& p) { return SPLITS_KEYS ? blockIdx.x % p.splits : 0; }
 
-// OwnBlocks iterates over the tiles of keys of a split: an even share of those that the tile of queries sees or, with
-// splits of one size, every group of p.split_tiles tiles whose number, modulo the number of splits, is the split's.
-// Then the share that a key falls into depends on its place alone, and partial results do not grow with the keys.
+// OwnBlocks iterates over the tiles of keys of a split: an even share of those that the tile of queries sees.
 struct OwnBlocks : Blocks {
-  const AttentionParams& p;
-
   DEVICE OwnBlocks(const AttentionParams& p, const Work& work)
-      : Blocks(blocks_of_keys(p, work.sequence, work.head, work.tile, BLOCK_M, LISTED_N)), p(p) {
-    if (has_one_size()) {
-      skip();
-    } else if constexpr (SPLITS_KEYS) {
-      take_share();
-    }
-  }
-  DEVICE int count() const {
-    if (has_one_size()) return ceil_div(Blocks::count(), p.splits);
-    return Blocks::count();
-  }
-  DEVICE void advance() {
-    Blocks::advance();
-    if (has_one_size()) skip();
+      : Blocks(blocks_of_keys(p, work.sequence, work.head, work.tile, BLOCK_M, LISTED_N)) {
+    if constexpr (SPLITS_KEYS) take_share(p);
   }
 
  private:
-  // has_one_size() tells whether splits have one size; with the list of a block mask they have even shares.
-  DEVICE bool has_one_size() const { return SPLITS_KEYS && !HAS_BLOCK_MASK && p.split_tiles > 0; }
-  // skip() goes to the next tile of the split, from a tile that may be another's.
-  DEVICE void skip() {
-    const int group = block / p.split_tiles, ahead = (own_split(p) + p.splits - group % p.splits) % p.splits;
-    if (ahead > 0) block = (group + ahead) * p.split_tiles;
-  }
   // take_share() leaves an even share of the tiles; where a step takes two of them, a share begins with a step.
-  DEVICE void take_share() {
+  DEVICE void take_share(const AttentionParams& p) {
     const int number = larger(Blocks::count(), 0), split = own_split(p);
     const int begin = static_cast<int>(static_cast<i64>(number) * split / p.splits) / LISTED * LISTED;
     const int last = static_cast<int>(static_cast<i64>(number) * (split + 1) / p.splits);
@@ -385,7 +362,7 @@ DEVICE bool compute_tile(const AttentionParams& p, SharedStorage& shared, bool r
           if (HIDES_ANYWHERE && masked && recheck) mark_seen(shared.seen + i * LISTED_N, tile_scores);
         }
         softmax[f].take_factors(shared.softmax);
-        // Of no tiles at all the softmax predicts that a row has to follow every maximum.
+        // Where no tiles are left, the softmax predicts that a row has to follow every maximum.
         bool grown = softmax[f].step(x[f], rescale, FOLLOWS_MAXIMA ? 0 : blocks.count() + LISTED);
         scores.drop(x[f], row, first_key);
         grown |= units[f].scale_to_units(x[f], shared.factors.of_valued(stage), rescale);
@@ -438,7 +415,7 @@ DEVICE void write_split(const AttentionParams& p, const Sequence& s, int head, i
         for (int side = 0; side < 2; side++) {
           const int column = first_column + column_of(e + side);
           const Accum x = out[f][e + side];
-          // What is 0 stays so: the unit of a row that saw nothing may be anything.
+          // A result of 0 stays 0, because the unit of a row that saw nothing may be anything.
           if (column < p.head_dim_v) target[column] = i >= s.len_q || x == 0 ? 0 : times_last(x, unit);
         }
       }

@@ -201,7 +201,6 @@ PARAMS = Struct(
             "splits",
             "how many thread blocks share the loop behind one tile of dbias, or of queries, or of keys",
         ),
-        _integer("split_tiles", "tiles of keys that follow each other in splits of one size; 0 with even shares"),
         _integer("head_splits", "into how many of these the query heads of a group are dealt"),
         _integer(
             "num_grouped_heads",

@@ -68,10 +68,6 @@ class Forward(Kernel):
         tiles, total = super().grid(problem, arrays)
         return tiles, total * num_key_splits(problem, arrays)
 
-    def numbers(self, problem: AttentionProblem) -> dict[str, int]:
-        """Return the tiles of keys that splits of one size have in a row."""
-        return {"split_tiles": sm80_splits.split_tiles(problem, self.config)}
-
 
 Plan = Callable[..., Sequence[Sm80QueryConfig]]
 
@@ -94,14 +90,14 @@ def _run_forward(work: Work, *plans: Plan, is_alike: bool = False, entry: str = 
     if not is_aligned:
         # The same tiles are filled element by element.
         configs = [replace(config, aligned=False, has_bias_tiles=False) for config in configs]
-    split = [sm80_splits.with_splits(own, config, device.num_sms)[0] for config in configs]
-    candidates = [Forward(entry or config.entry, config, are_rows) for config in split]
+    splits = dict(sm80_splits.with_splits(own, config, device.num_sms) for config in configs)
+    candidates = [Forward(entry or config.entry, config, are_rows) for config in splits]
     # Where a rule spills on wide elements the portable kernels serve; on 16 bits tensor cores are faster yet.
     kernel = work.chosen_or_none(candidates) if plan is sm80_wide.forward else work.chosen(candidates)
     if kernel is None:
         return False
     arrays = gpu_split.split(work, kernel.config)
-    num_splits = sm80_splits.with_splits(own, kernel.config, device.num_sms)[1]
+    num_splits = splits[kernel.config]
     partials = key_splits.partial_results(work, num_splits)
     work.run(kernel, arrays | partials)
     if partials:
@@ -119,9 +115,8 @@ def forward(work: Work, is_alike: bool = False) -> bool:
 def forward_alike(work: Work) -> bool:
     """Do as `forward` by a kernel and a tile that dtypes, head dims and options alone choose; False without one.
 
-    A row's bits do not depend on other sequences, because thread blocks have queries of one head and loop over keys in
-    tiles that begin at multiples of the tile's keys. The number of splits follows from heads and padded queries, and a
-    key's split from its place.
+    A row's bits do not depend on other sequences, because a thread block has queries of one head and loops over all of
+    its keys in tiles that begin at multiples of the tile's keys.
     """
     return forward(work, is_alike=True)
 

@@ -241,8 +241,8 @@ def forward_configs(
 ) -> tuple[Sm80QueryConfig, ...]:
     """The configurations of a kernel whose thread blocks stay with queries, that with the fastest tile first.
 
-    `flags` is a subset of `FLAGS`, `limit` the bytes of shared memory that a thread block may use, `smem_bytes` the
-    need of a tile, and `skipped` as in `first_fitting`.
+    `flags` is a subset of `FLAGS`, `limit` the bytes of shared memory that a thread block may use, and `smem_bytes` the
+    need of a tile.
     """
     tiles = row.tiles_for(flags, plain_scores and aligned)
     # A step takes several listed tiles only where they are neighbours, which means that one block has them all.

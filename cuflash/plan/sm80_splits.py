@@ -32,8 +32,6 @@ _MOST_ROUNDS = 2  # so many thread blocks one after the other, at most, where th
 _EQUAL = 0.05
 _FEW_ROWS = 2048  # rows that are merged by a thread block each: more fill the GPU with a warp each
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-# Splits of one size are so many that the tiles of one sequence are about this number of thread blocks, as many as two
-# for each multiprocessor of a large GPU, whatever the batch and the GPU are.
 
 Config = TypeVar("Config", bound=Sm80QueryConfig)
 
@@ -79,17 +77,9 @@ def _of_rows(problem: AttentionProblem, shape: tuple[int, ...] | None) -> tuple[
     return shape[0], problem.num_heads_kv, problem.group_size, shape[3]
 
 
-def split_tiles(problem: AttentionProblem, config: Sm80QueryConfig) -> int:
-    """Tiles of keys that a split of one size has in a row; 0 where splits have even shares."""
-    return 0 if problem.split_size is None else math.ceil(problem.split_size / config.block_n)
-
-
 def merges_by_rows(problem: AttentionProblem, num_splits: int) -> bool:
-    """Return True if a warp merges the splits of a row; a thread block, which reads many at once, does if not.
-
-    Splits of one size are merged in one way, whatever the batch is.
-    """
-    return problem.split_size is None and num_splits <= WARP and _rows(problem) > _FEW_ROWS
+    """Return True if a warp merges the splits of a row; a thread block, which reads many at once, does if not."""
+    return num_splits <= WARP and _rows(problem) > _FEW_ROWS
 
 
 def _num_splits(problem: AttentionProblem, config: Sm80QueryConfig, num_sms: int) -> int:

@@ -335,9 +335,8 @@ def _tiles(problem: AttentionProblem, gradients: bool, name: str) -> str:
 
 def table(capability: Capability, limit: int) -> Iterator[tuple[WideConfig, str]]:
     """Every kernel of both passes on wide elements for a GPU but those with users' own rules, with its dtype."""
-    options = tuple(flag for flag in HANDLES if flag not in OF_RULES)
     for kind in [kind for kind in PARTS_OF if multiplies(kind, capability)]:
-        for flags in table_flags(options):
+        for flags in table_flags(KNOWN_TO_ALL):
             forward_rows, backward_rows = forward_rows_of(kind, limit), backward_rows_of(kind, limit)
             passes = [forward_configs(row, kind, None, flags, capability, limit)[0] for row in forward_rows]
             gradients = [gradient_configs(row, kind, None, flags, capability, limit) for row in backward_rows]
