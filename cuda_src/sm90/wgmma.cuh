@@ -103,6 +103,18 @@ DEVICE void store_transposed(u32 panel, const u32 (&words)[N]) {
 
 // ---- The epilogue: a warp's results go by way of shared memory, so that neighbouring lanes store whole lines.
 
+// pack_results() rounds eight results of a thread from `first` on, four of each of its two rows: out * factor of the
+// row, or 0 where the row is not used.
+template <int N>
+DEVICE void pack_results(u32 (&words)[4], const float (&out)[N], int first, const float (&factor)[2],
+                         const bool (&used)[2]) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const int e = first + 2 * i;
+    words[i] = used[i % 2] ? packed(Element(), out[e] * factor[i % 2], out[e + 1] * factor[i % 2]) : 0;
+  }
+}
+
 // write_rows() writes out * factor for the warp's rows [row, row + 16) of `data` (rows, head_dim); rows in [len, rows)
 // are padding and become 0. `staging` is the warp's own: 16 rows of eight 16-byte chunks, each chunk in the place of
 // its number xor the row's, which avoids bank conflicts.
@@ -127,11 +139,7 @@ DEVICE void write_rows(Element* data, i64 row_stride, int row, int len, int rows
       const int first = panel * (PANEL / 2) + block * 8;
       if (first >= N) break;
       u32 words[4];
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const int e = first + 2 * i;
-        words[i] = used[i % 2] ? packed(Element(), out[e] * factor[i % 2], out[e + 1] * factor[i % 2]) : 0;
-      }
+      pack_results(words, out, first, factor, used);
       ptx::stmatrix_x4(from + ((2 * block + from_chunk) ^ (from_row % CHUNKS)) * CHUNK, words[0], words[1], words[2],
                        words[3]);
     }

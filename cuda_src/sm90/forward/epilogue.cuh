@@ -30,11 +30,7 @@ DEVICE void store_rows(const AttentionParams& p, const ptx::TensorMap* out_map, 
       const int first = first_panel * (PANEL / 2) + block * 8;
       if (first >= N) break;
       u32 words[4];
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const int e = first + 2 * i;
-        words[i] = used[i % 2] ? packed(Element(), out[e] * factor[i % 2], out[e + 1] * factor[i % 2]) : 0;
-      }
+      pack_results(words, out, first, factor, used);
       ptx::stmatrix_x4(staged + from_row * ROW_BYTES + block / 4 * PANEL_BYTES +
                            ((2 * (block % 4) + from_chunk) ^ (from_row % CHUNKS)) * CHUNK,
                        words[0], words[1], words[2], words[3]);
