@@ -12,6 +12,7 @@ from cases import gaussian
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from rank_cases import errors_of
 from strategies import examples
 
 import cuflash
@@ -264,19 +265,6 @@ def test_products(device: Any, dtype: str, transposed: str) -> None:
     np.testing.assert_allclose(found, exact, rtol=0, atol=1e-13 if dtype == "float64" else 3e-6)
 
 
-def errors_of(work: Any, world: int = 2, **options: Any) -> list[BaseException | None]:
-    """Return what every rank raised."""
-
-    def caught(comm: Communicator) -> BaseException | None:
-        try:
-            work(comm)
-        except Exception as error:
-            return error
-        return None
-
-    return run(world, caught, **options)
-
-
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -309,7 +297,7 @@ def test_bad_input_is_told_on_every_rank(
         its.pop("dy")
         distributed.attention_allreduce_vjp(comm=comm, **its)
 
-    found = errors_of(work)
+    found = errors_of(2, work)
     for raised in found:
         assert type(raised) is (error if everywhere else ValueError)
         assert message in str(raised)
@@ -337,7 +325,7 @@ def test_ranks_that_disagree_all_raise(name: str, change: dict[str, Any]) -> Non
         its.pop("dy")
         distributed.attention_allreduce(comm=comm, **its)
 
-    for raised in errors_of(work):
+    for raised in errors_of(2, work):
         assert type(raised) is ValueError
         assert f"{name}: expected the same on every rank" in str(raised)
 
@@ -350,7 +338,7 @@ def test_a_bad_dy_is_told_on_every_rank() -> None:
         _, backward = distributed.attention_allreduce_vjp(comm=comm, **arrays)
         backward(dy[:, : 9 - comm.rank])
 
-    for raised in errors_of(work):
+    for raised in errors_of(2, work):
         assert type(raised) is ValueError
         assert "dy: expected shape (1, 9, 6)" in str(raised)
 
@@ -364,7 +352,7 @@ def test_a_rank_that_does_not_come() -> None:
             distributed.attention_allreduce(comm=comm, **arrays)
 
     start = time.monotonic()
-    first, second = errors_of(work, time_limit=0.2)
+    first, second = errors_of(2, work, time_limit=0.2)
     assert isinstance(first, TimeoutError)
     assert second is None
     assert time.monotonic() - start < 10
@@ -386,7 +374,7 @@ def test_a_rank_that_fails_ends_the_others_waiting(monkeypatch: pytest.MonkeyPat
         failing.here = comm.rank == 1
         distributed.attention_allreduce(comm=comm, **arrays)
 
-    first, second = errors_of(work)
+    first, second = errors_of(2, work)
     assert isinstance(second, ArithmeticError)
     assert isinstance(first, RuntimeError)
     assert "rank 1 failed: ArithmeticError: no memory" in str(first)
