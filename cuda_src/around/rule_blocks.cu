@@ -1,7 +1,7 @@
 // This kernel finds which 64 x 64 blocks of scores the user's own mask_mod hides wholly, shows wholly, or in part, on
 // the device and without an array of all scores. The slots are those of a BlockMask's store (cuflash/masks/store.py),
 // so that around/block_sparse.cu makes the lists of tiles that attention kernels visit, and these skip what is hidden.
-// Of a block that is shown in part the kernels ask the rule, element by element.
+// Where a block is shown in part, the kernels ask the rule, element by element.
 #include "../rules/user.cuh"
 
 constexpr int COLUMNS = CANONICAL / WARP;  // columns of a block that a lane has

@@ -437,7 +437,7 @@ DEVICE void write_results(const Units (&units)[FRAGMENTS], const T&, int, Result
   for (int f = 0; f < FRAGMENTS; f++) {
 #pragma unroll
     for (int e = 0; e < N; e++) {
-      // What is 0 stays so: the unit of a row that saw nothing may be anything.
+      // A result of 0 stays 0, because the unit of a row that saw nothing may be anything.
       out[f][e] = out[f][e] == 0 ? 0 : out[f][e] * units[f].unit[e / 2 % 2];
     }
     const int first = row + 16 * f + fragment_row();

@@ -16,10 +16,10 @@ from contextlib import AbstractContextManager, contextmanager
 
 from cuflash import forks
 
-# With 0 in this variable kernels are compiled by the calls that need them, in their own threads.
+# This variable switches the threads off with 0: calls then compile the kernels that they need themselves.
 SWITCH = "CUFLASH_COMPILE_AHEAD"
 THREADS = min(4, os.cpu_count() or 1)
-# What nobody has asked for begins when nothing was compiled for so many seconds, as a call may follow at once.
+# A job that nobody waits for begins when nothing was compiled for so many seconds, as a call may follow at once.
 IDLE_SECONDS = 1.0
 Job = Callable[[], object]
 

@@ -172,7 +172,7 @@ def _begin_compiler() -> Iterator[None]:
 
 
 class _First:
-    """Whether NVRTC has compiled anything, and the lock under which it does so first."""
+    """The lock under which NVRTC compiles for the first time, and whether it has."""
 
     def __init__(self) -> None:
         self.lock, self.is_done = threading.Lock(), False

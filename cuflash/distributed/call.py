@@ -38,7 +38,7 @@ class Call:
     edges: list[int] | None  # where packed sequences begin and end
     seqlen: int = 0  # tokens of all ranks, once these have told theirs
     heads: int = 1  # neighbouring ranks that deal heads among them
-    # Of a ring of groups, whose ranks hold the tokens of their group:
+    # These two describe a ring of groups, whose ranks hold the tokens of their group.
     rows_by_rank: tuple[tuple[Stretch, ...], ...] | None = None
     first_head: int = 0  # the whole's query head that is q's first
 

@@ -32,7 +32,7 @@ _met: Kept[Any, bool] = Kept()  # sets of options, each with the direction
 
 
 class _Pass(NamedTuple):
-    """What `choose` is asked for."""
+    """The arguments of `choose`."""
 
     candidates: tuple[tuple[Kernel, ...], ...]  # the fastest first
     others_serve: bool = False

@@ -1,4 +1,4 @@
-"""Of a plan's candidates the first is taken whose kernels keep to their registers, which only the compiler tells."""
+"""A plan's first candidate whose kernels keep to their registers is taken, which only the compiler tells."""
 
 from __future__ import annotations
 

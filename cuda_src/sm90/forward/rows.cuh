@@ -1,8 +1,8 @@
-// What the rows of a tile of queries are on Hopper: queries of one head, or, where PACKS_HEADS, the query heads of a KV
-// head for each of a few queries, one query behind the other (FlashAttention-3's PackGQA). With few queries the heads
-// of a group are then one tile, so that their keys are read once. Row r of such a tile is (query r / heads, head r %
-// heads), the order in which TMA stores a box of some queries of `heads` neighbouring heads. The rows that are left
-// over where `heads` does not divide BLOCK_M belong to nobody.
+// The rows of a tile of queries are on Hopper queries of one head or, where PACKS_HEADS, the query heads of a KV head
+// for each of a few queries, one query behind the other (FlashAttention-3's PackGQA). With few queries the heads of a
+// group are then one tile, so that their keys are read once. Row r of such a tile is (query r / heads, head r % heads),
+// the order in which TMA stores a box of some queries of `heads` neighbouring heads. The rows that are left over where
+// `heads` does not divide BLOCK_M belong to nobody.
 #include "../pipeline.cuh"
 #include "../../rules/mask.cuh"
 

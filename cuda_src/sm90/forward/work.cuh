@@ -1,5 +1,5 @@
-// What a thread block of Hopper's forward kernel computes at a time: a tile of queries with all of its keys, or with a
-// split of them, and what the scheduler hands to the warpgroups with it.
+// This header describes the work of a thread block of Hopper's forward kernel, which is a tile of queries with all of
+// its keys, or with a split of them, and what the scheduler hands to the warpgroups with it.
 #include "../hidden_values.cuh"
 #include "rows.cuh"
 
