@@ -9,7 +9,7 @@ import pytest
 
 from cuflash.hardware import smem_limit
 from cuflash.plan import sm80_forward, sm80_fp8
-from cuflash.plan.sm80_splits import merges_by_rows, predicted_us, with_splits
+from cuflash.plan.sm80_splits import predicted_us, with_splits
 from cuflash.problem.attention_problem import AttentionProblem
 from cuflash.problem.fp8 import FP8
 
