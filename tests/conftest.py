@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tiers
 
-# The quick tier leaves out so many of so many items, of this process or of xdist's workers.
+# The tier leaves out so many of so many items, of this process or of xdist's workers.
 _LEFT_OUT: pytest.StashKey[tuple[int, int]] = pytest.StashKey()
 
 
@@ -23,7 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Tell the tier to modules that are imported later; a test or case that is named runs as a whole."""
-    tiers.choose(config.getoption(tiers.FLAG) or any("::" in arg for arg in config.args))
+    tiers.choose(config.getoption(tiers.FLAG), any("::" in arg for arg in config.args))
 
 
 @pytest.fixture(
@@ -78,10 +78,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect items that the quick tier does not have."""
-    if tiers.is_whole():
-        return
-    kept = tiers.quick(items)
+    """Deselect items that the tier does not have."""
+    kept = tiers.kept(items)
     ids = {id(item) for item in kept}
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in ids])
     config.stash[_LEFT_OUT] = len(items) - len(kept), len(items)
@@ -102,10 +100,12 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Say what was left out, and the flag that runs it."""
-    if left_out := config.stash.get(_LEFT_OUT, None):
+    """Say how much was left out, and what runs more."""
+    left_out = config.stash.get(_LEFT_OUT, None)
+    if left_out and left_out[0]:
         cases, of = left_out
-        terminalreporter.write_line(f"quick tier: {cases} of {of} cases were left out; {tiers.FLAG} runs them, too")
+        tier, more = ("whole suite", "CUFLASH_TEST_PROFILE=long") if tiers.is_whole() else ("quick tier", tiers.FLAG)
+        terminalreporter.write_line(f"{tier}: {cases} of {of} cases were left out; {more} runs more")
 
 
 def _takes_long(item: pytest.Item) -> bool:

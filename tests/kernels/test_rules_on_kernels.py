@@ -17,6 +17,7 @@ from visibility import hidden_keys
 from cuflash.cuda import ahead
 from cuflash.frontend import metadata
 from cuflash.gpu import choose, launch, rule_blocks
+from cuflash.gpu import params as gpu_params
 from cuflash.kept import Kept
 from cuflash.masks import store
 
@@ -317,9 +318,13 @@ def test_operands_of_many_axes(place: Device) -> None:
     assert np.isnan(place.get(target)).sum() == 3**10 - 2**10
 
 
+# So many operands of so many axes are more than a kernel's parameters hold.
+MANY_OPERANDS, NO_OFFSET = 26, (0,) * 6
+
+
 def summed(s: Any, b: Any, h: Any, i: Any, j: Any, *tables: Any) -> Any:
     for n, table in enumerate(tables):
-        s = s + 0.1 * table[(i + n) % 3, j % 4]
+        s = s + 0.1 * table[((i + n) % 3, j % 4) + NO_OFFSET]
     return s
 
 
@@ -329,9 +334,10 @@ def test_more_operands_than_parameters_hold(place: Device, deterministic: bool) 
     devices.forget_launches()
     for seed in range(2):
         rng = np.random.default_rng(seed)
-        tables = tuple(rng.standard_normal((3, 4)).astype("float32") for _ in range(70))
+        tables = tuple(rng.standard_normal((3, 4) + (1,) * 6).astype("float32") for _ in range(MANY_OPERANDS))
         rules: dict[str, Any] = {"score_mod": summed, "operands": tables, "deterministic": deterministic}
-        case = gaussian_case(seed, "float32", (17, 30), (2, 1), (32, 32), 1, **rules)
+        assert MANY_OPERANDS * (2 + 2 * tables[0].ndim) * 8 > gpu_params.MOST_BYTES - gpu_params.PARAMS.dtype.itemsize
+        case = gaussian_case(seed, "float32", (5, 9), (2, 1), (32, 32), 1, **rules)
         on_place = case.on(place)
         out, lse = on_place.forward()
         case.assert_forward(out, lse)

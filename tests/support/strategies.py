@@ -11,7 +11,6 @@ suite; that needs pytest's ``--timeout 0``.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -35,8 +34,6 @@ with contextlib.suppress(ImportError, AttributeError):  # versions of it that do
     providers._get_local_constants = providers.Constants
 
 LONG_FACTOR, QUICK_SHARE = 30, 5
-PROFILE = os.environ.get("CUFLASH_TEST_PROFILE", "")
-assert PROFILE in ("", "long"), f"CUFLASH_TEST_PROFILE: expected long or nothing, got {PROFILE}"
 
 # These are all options of the interface; a test leaves out those that its property does not allow.
 OPTIONS = (
@@ -73,7 +70,7 @@ def examples(whole: int, quick: int | None = None) -> Callable[[Test], Test]:
 
     `quick` is for properties whose every example compiles kernels.
     """
-    long = PROFILE == "long"
+    long = tiers.PROFILE == "long"
     in_quick_tier = quick or -(-whole // QUICK_SHARE)
     return settings(
         max_examples=whole * LONG_FACTOR if long else whole if tiers.is_whole() else in_quick_tier,

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import strategies
+import tiers
 from hypothesis import given
 from hypothesis import strategies as st
 
-LONG = strategies.PROFILE == "long"
+LONG = tiers.PROFILE == "long"
 
 
 def drawn() -> list[int]:

@@ -1,4 +1,4 @@
-"""The quick tier leaves out cases, and touches what the whole suite touches: families, dtypes, options, every value."""
+"""Each tier leaves out cases; the quick one touches what the whole does: families, dtypes, options, every value."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,19 @@ def test_a_covering_choice_has_every_feature_and_few_items() -> None:
     assert len(chosen) == 7
     assert chosen == sorted(chosen)
     assert tiers.covering([], lambda pair: enumerate(pair)) == []
+
+
+def numbered(triple: tuple[int, int, int]) -> Iterator[tuple[int, int]]:
+    yield from enumerate(triple)
+
+
+def test_the_whole_suite_has_every_pair_of_features() -> None:
+    triples = [(a, b, c) for a in range(4) for b in range(5) for c in range(6)]
+    features = tiers.paired(numbered)
+    chosen = tiers.covering(triples, features)
+    for first, second in ((0, 1), (0, 2), (1, 2)):
+        assert {(x[first], x[second]) for x in chosen} == {(x[first], x[second]) for x in triples}
+    assert len(chosen) < 60, "of 120, and 30 at the least"
 
 
 def collected(folder: Path, *flags: str) -> dict[str, Any]:

@@ -1,14 +1,18 @@
 """The suite has two tiers: the quick one, which runs unless told otherwise, and the whole (``--all``).
 
-The quick tier has every test, with so many of its cases that every value of every parameter occurs. Where a case is
-a record of a table, its test says by the marker ``features`` what has to occur in place of the record itself; what a
-test draws is drawn less often, and a test with the marker ``whole`` belongs to the whole suite alone. Nothing of that
-is a skip: cases that are left out are deselected, and a line at the end counts them.
+Both have every test. The quick tier has so many of a test's cases that every value of every parameter occurs, the
+whole suite so many that every two values of two parameters occur together (pairwise testing), and the profile ``long``
+(``CUFLASH_TEST_PROFILE``) has all. Where a case is a record of a table, its test says by the marker ``features`` what
+has to occur in place of the record itself. What a test draws is drawn less often in the quick tier, and a test with the
+marker ``whole`` is left out there. Nothing of that is a skip: cases that are left out are deselected, and a line at the
+end counts them.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import combinations
 from typing import TypeVar
 
 import pytest
@@ -16,13 +20,17 @@ import pytest
 Item = TypeVar("Item")
 FLAG = "--all"
 
+PROFILE = os.environ.get("CUFLASH_TEST_PROFILE", "")
+assert PROFILE in ("", "long"), f"CUFLASH_TEST_PROFILE: expected long or nothing, got {PROFILE}"
+
 _is_whole = False
+_is_named = False
 
 
-def choose(is_whole: bool) -> None:
-    """Say which tier runs, before any test module is imported."""
-    global _is_whole
-    _is_whole = is_whole
+def choose(is_whole: bool, is_named: bool) -> None:
+    """Say which tier runs, and whether tests were named, before any test module is imported."""
+    global _is_whole, _is_named
+    _is_whole, _is_named = is_whole or is_named, is_named
 
 
 def is_whole() -> bool:
@@ -30,20 +38,35 @@ def is_whole() -> bool:
     return _is_whole
 
 
+def has_every_case() -> bool:
+    """Return True if no case is left out: of tests that were named, and in the profile ``long``."""
+    return _is_named or PROFILE == "long"
+
+
 def covering(items: Sequence[Item], features: Callable[[Item], Iterable[Hashable]]) -> list[Item]:
     """Return a few of the items in which every feature of any of them occurs, in their order.
 
     The choice is greedy: the next item is the first of those with the most features that have not occurred.
     """
-    missing = [set(features(item)) for item in items]
+    bits: dict[Hashable, int] = {}
+    missing = [sum({1 << bits.setdefault(x, len(bits)) for x in features(item)}) for item in items]
     chosen = set()
     while any(missing):
-        best = max(range(len(items)), key=lambda i: len(missing[i]))
+        best = max(range(len(items)), key=lambda i: missing[i].bit_count())
         chosen.add(best)
-        found = set(missing[best])
-        for of_item in missing:
-            of_item -= found
+        found = missing[best]
+        missing = [of_item & ~found for of_item in missing]
     return [item for i, item in enumerate(items) if i in chosen]
+
+
+def paired(features: Callable[[Item], Iterable[Hashable]]) -> Callable[[Item], Iterable[Hashable]]:
+    """Return the features of an item together with all pairs of them."""
+
+    def singles_and_pairs(item: Item) -> Iterable[Hashable]:
+        of_item = set(features(item))
+        return [*of_item, *map(frozenset, combinations(of_item, 2))]
+
+    return singles_and_pairs
 
 
 def some(items: Sequence[Item], features: Callable[[Item], Iterable[Hashable]]) -> list[Item]:
@@ -80,11 +103,14 @@ def group_of(item: pytest.Item) -> Hashable:
     return item.nodeid.partition("[")[0], item.get_closest_marker("gpu") is not None
 
 
-def quick(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Return the items of the quick tier, in their order."""
+def kept(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Return the items of the tier that runs, in their order."""
+    if has_every_case():
+        return list(items)
     groups: dict[Hashable, list[pytest.Item]] = {}
     for item in items:
-        if not is_of_whole(item):
+        if is_whole() or not is_of_whole(item):
             groups.setdefault(group_of(item), []).append(item)
-    kept = {id(item) for group in groups.values() for item in covering(group, features_of)}
-    return [item for item in items if id(item) in kept]
+    features = paired(features_of) if is_whole() else features_of
+    of_tier = {id(item) for group in groups.values() for item in covering(group, features)}
+    return [item for item in items if id(item) in of_tier]
