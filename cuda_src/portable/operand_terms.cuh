@@ -1,5 +1,5 @@
 // The gradients of operands by float additions in any order: TermSums adds what is next to each other by itself, as an
-// operand with an element a head would have all threads wait for one address. It stands before backward_operands.cuh.
+// operand with an element a head would have all threads wait for one address. It is `terms` of backward_operands.cuh.
 #include "gradient_tile.cuh"
 
 struct TermSums {

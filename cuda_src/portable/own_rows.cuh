@@ -1,4 +1,4 @@
-// Keys and values that lie in arrays of their own, as rows of one sequence. It stands before portable/forward.cu;
+// Keys and values that lie in arrays of their own, as rows of one sequence. portable/forward.cu includes it as `keys`;
 // paged_rows.cuh is its counterpart for pools of pages.
 #include "../params.cuh"
 

@@ -1,12 +1,13 @@
 // Tiles of queries to which lengths and window leave no key, on Hopper: two warps that neither load nor schedule write
 // their results while the others compute. The scheduler hands no such tile on, so it costs what its writing costs.
+#include "scores.cuh"
 #include "work.cuh"
 
 // ZEROES_HIDDEN: the kernel has warps for such tiles, if the host says that there may be any (HIDES_QUERIES). A tile of
 // several heads, of some splits of the keys or with a block mask, or where these warps load, goes the way of all tiles,
-// which finds that it has no keys; so it does beside a softcap that needs maxima, whose large tiles leave these warps
+// which finds that it has no keys; so it does beside scores that take tanh, whose large tiles leave these warps
 // too few registers.
-constexpr bool LEAVES_REGISTERS = CONSUMERS <= 2 || !HAS_SOFTCAP || BOUNDED_SCORES;
+constexpr bool LEAVES_REGISTERS = CONSUMERS <= 2 || !TAKES_TANH;
 constexpr bool ZEROES_HIDDEN =
     HIDES_QUERIES && TEAMS == 1 && !PACKS_HEADS && !SPLITS_KEYS && !HAS_BLOCK_MASK && !COPIES_ROWS && LEAVES_REGISTERS;
 // ZEROES_BY_LENGTHS: it also has registers to find out what the lengths of each sequence hide. The schedulers of a pair
