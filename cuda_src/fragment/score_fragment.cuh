@@ -58,7 +58,7 @@ struct ScoreFragment {
         x[e] = score.value<false>(x[e], place.query(e), place.key(e), &bias);
         if (recheck && bias == -infinity()) x[e] = bias;
       }
-    } else {
+    } else if constexpr (!PLAIN_SCORES) {
       rules::apply(x, score, place);
     }
     if (!masked) return;

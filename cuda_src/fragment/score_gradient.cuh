@@ -35,7 +35,7 @@ struct ScoreGradient {
   // already, or null.
   DEVICE void apply(Accum (&x)[FRAGMENT], int row, int first_column, bool masked, const Accum* biases = nullptr) const {
     const Place<OF_KEYS> place = this->place(row, first_column);
-    rules::apply(x, score, place, biases);
+    if constexpr (!PLAIN_SCORES) rules::apply(x, score, place, biases);
     if (!masked) return;
     hide_outside(x, mask, place, [&](int e) {
       bool hidden = false;

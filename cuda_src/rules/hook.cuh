@@ -10,12 +10,10 @@ namespace rules {
 // STRICT is that of Score::value.
 template <bool STRICT = true, int N, class Place>
 DEVICE void apply(Accum (&x)[N], const Score& score, const Place& place, const Accum* biases = nullptr) {
-  if constexpr (!PLAIN_SCORES) {
 #pragma unroll
-    for (int e = 0; e < N; e++) {
-      const Accum* own_bias = biases == nullptr ? nullptr : biases + e;
-      x[e] = score.value<STRICT>(x[e], place.query(e), place.key(e), own_bias);
-    }
+  for (int e = 0; e < N; e++) {
+    const Accum* own_bias = biases == nullptr ? nullptr : biases + e;
+    x[e] = score.value<STRICT>(x[e], place.query(e), place.key(e), own_bias);
   }
 }
 
