@@ -9,6 +9,8 @@ import numpy as np
 
 from cuflash import interop
 
+__all__ = ["from_base2_lse", "from_csr", "to_base2_lse"]
+
 Array = Any
 
 
@@ -85,3 +87,8 @@ def _converted(lse: Array, factor: float) -> Array:
     xp = interop.namespace_of(array)
     with interop.on_stream_of(library, array):
         return library.release(xp.ascontiguousarray(array.swapaxes(-1, -2)) * array.dtype.type(factor))
+
+
+def __dir__() -> list[str]:
+    """The public names alone, so that completion shows nothing else."""
+    return sorted(__all__)
