@@ -1,6 +1,6 @@
 """The table of the portable kernels (plain CUDA C++): the tile that a problem takes on any GPU.
 
-They take what no other family does, and `gpu.portable` launches them.
+These kernels take the problems that no other family takes, and `gpu.portable` launches them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PortableTile:
     block_n: int  # keys of a tile
     block_k: int  # columns of a chunk of q, k, v or dout in shared memory
     unroll: int  # steps of the loop over a chunk that are unrolled
-    # Columns of a result whose sums over one tile are in registers at once; with 0 no tile is summed by itself.
+    # The columns of a result whose sums over one tile are in registers at once; with 0 no tile is summed by itself.
     sum_columns: int = 128
 
 
@@ -51,14 +51,14 @@ class PortableTile:
 class PortableRow:
     """One row of the table; no kernel of it spills registers on any architecture."""
 
-    # Tiles without options but a window; the first whose shared memory the GPU has is taken, and the last fits all.
+    # The tiles without options but a window; the first whose shared memory the GPU has is taken, and the last fits all.
     tiles: tuple[PortableTile, ...]
     with_options: PortableTile  # the smaller tile with any other option, as options take registers
     # The tile with options of results in slices, whose first column takes a register; the same where there is none.
     in_slices: PortableTile | None = None
 
 
-# The gradients of operands: by float additions, or in two passes that repeat their bits.
+# OPERAND_ENTRIES compute the gradients of operands by float additions, or in two passes that repeat their bits.
 OPERAND_ENTRIES = ("backward_operands", "operand_maxima", "operand_words")
 
 # Keys are (entry, accumulator, head-dim class of the widest result). The tiles were chosen by measurement on an H200.
@@ -132,14 +132,14 @@ class PortableConfig(KernelConfig):
 
 
 def key_kernels(problem: AttentionProblem) -> tuple[str, ...]:
-    """Entries of the kernels that compute dk and dv: one for both, or one each."""
+    """Return the entries of the kernels that compute dk and dv: one for both, or one each."""
     widest = head_dim_class(max(problem.head_dim, problem.head_dim_v))
     together = ("backward_dkv", problem.accum_dtype, widest) in PORTABLE
     return ("backward_dkv",) if together else ("backward_dk", "backward_dv")
 
 
 def _smem_bytes(entry: str, tile: PortableTile, accum: str, head_dim: int, head_dim_v: int) -> int:
-    """Bytes of SharedStorage in cuda_src/<entry>.cu, which asserts that they are enough."""
+    """Return the bytes of SharedStorage in cuda_src/portable/, whose kernels assert that they are enough."""
     size = _SIZES[accum]
     pad = ALIGNMENT // size
     widest = max(head_dim, head_dim_v)
@@ -166,7 +166,7 @@ def configs_of(
     smem_limit: int = SMALLEST_SMEM,
     in_slices: bool = False,
 ) -> tuple[PortableConfig, ...]:
-    """The configurations of a portable kernel, that with the fastest tile first.
+    """Return the configurations of a portable kernel, the fastest tile first.
 
     Head dims are classes, `flags` a subset of `FLAGS`, and `smem_limit` the bytes that a thread block may use. Results
     of more columns than the widest class has are computed `in_slices` of so many.
@@ -191,7 +191,7 @@ def configs_of(
 
 
 def config_of(*given: Any, **others: Any) -> PortableConfig:
-    """The first of `configs_of`."""
+    """Return the first of `configs_of`."""
     return configs_of(*given, **others)[0]
 
 
@@ -204,7 +204,7 @@ def _of_results(entry: str, head_dim: int, head_dim_v: int) -> tuple[int, int]:
 
 @kept
 def plan(problem: AttentionProblem, entry: str, smem_limit: int = SMALLEST_SMEM) -> tuple[PortableConfig, ...]:
-    """The candidates for the kernel `entry` of `PORTABLE`; NotImplementedError for an option that it does not know."""
+    """Return the candidates for the kernel `entry`; raise NotImplementedError for an option that it does not know."""
     if unknown(HANDLES, problem):
         raise NotImplementedError(f"{entry}: no kernel takes these inputs with {unknown(HANDLES, problem)}")
     flags = flags_of(problem)
@@ -218,14 +218,14 @@ def plan(problem: AttentionProblem, entry: str, smem_limit: int = SMALLEST_SMEM)
 
 
 def types_of(problem: AttentionProblem) -> PortableConfig:
-    """The configuration for a problem's kernels in around/reduce.cu, which know its types and none of its options.
+    """Return the configuration for a problem's kernels in around/reduce.cu, which know its types and no options.
 
-    Their elements are those of results.
+    Elements have the type of results.
     """
     return config_of("forward", problem.result_dtype, problem.bias_dtype, 0, HEAD_DIM_CLASSES[0], ())
 
 
-# Places are those of parts, which no public call has: they are compiled and checked as parts are.
+# _OF_CALLS leaves out places, which only parts have and no public call: their kernels are compiled with parts.
 _OF_CALLS = tuple(flag for flag in HANDLES if flag != "has_place")
 _ONLY_WITH = {
     "backward_bias": (("has_bias",), _OF_CALLS),
@@ -234,7 +234,7 @@ _ONLY_WITH = {
 
 
 def table(smem_limit: int) -> Iterator[tuple[PortableConfig, str]]:
-    """Every kernel for a GPU of so much shared memory, with its dtype."""
+    """Yield every kernel for a GPU of so much shared memory, with its dtype."""
     for entry, accum, widest in PORTABLE:
         head_dim, head_dim_v = _of_results(entry, widest, widest)
         for dtype in ("float64",) if accum == "float64" else ("float16", "bfloat16", "float32"):
