@@ -20,6 +20,8 @@ namespace {
 constexpr int kRows = 16, kDepthBytes = 32, kMaxDepth = 32, kMaxColumns = 256;
 constexpr uint32_t kMark = 0x7fc0cafe;  // a NaN that no arithmetic gives
 constexpr int kPieceBytes = 16;
+// Sums of products of e4m3 keep so many bits below the largest term's exponent (DeepSeek-V3, 2024, section 3.3.2).
+constexpr int kBitsOfCodes = 13;
 
 int element_bytes(Format format) { return format == Format::kE4m3 ? 1 : 2; }
 int depth_of(Format format) { return kDepthBytes / element_bytes(format); }
@@ -146,9 +148,13 @@ void compute(const Product& product) {
   for (int row = 0; row < kRows; row++) {
     float* d = &product.d->values[row * columns];
     if (worker->launch->sum_bits > 0) {
-      for (int column = 0; column < columns; column++)
-        d[column] = sum_of_products(product.what.accumulate ? d[column] : 0, &a[0][row], kRows, &b[column], columns,
-                                    depth, product.what.format);
+      for (int column = 0; column < columns; column++) {
+        const float earlier = product.what.accumulate ? d[column] : 0;
+        const Format format = product.what.format;
+        d[column] = format == Format::kE4m3
+                        ? cut_sum(earlier, &a[0][row], kRows, &b[column], columns, depth, kBitsOfCodes, format)
+                        : sum_of_products(earlier, &a[0][row], kRows, &b[column], columns, depth, format);
+      }
       continue;
     }
     float sum[kMaxColumns] = {};
