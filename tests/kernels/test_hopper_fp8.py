@@ -68,12 +68,11 @@ def exact(numbers: Sequence[Array], *edges: Array, **options: Any) -> Exact:
     return exact_on("sm_90", CODES, numbers, *edges, **options)
 
 
-def attend(arrays: Sequence[Array], scales: dict[str, Any], **options: Any) -> tuple[Array, Array]:
+def attend(arrays: Any, scales: dict[str, Any], **options: Any) -> tuple[Array, Array]:
     """Call attention with a result that holds NaN."""
     out = np.full((*arrays[0].shape[:-1], arrays[2].shape[-1]), np.nan, np.float32)
-    found: tuple[Array, Array] = cuflash.attention(
-        *arrays, **scales, **options, out=out, out_dtype="float32", return_lse=True
-    )
+    given: dict[str, Any] = {**scales, **options, "out": out, "out_dtype": "float32", "return_lse": True}
+    found: tuple[Array, Array] = cuflash.attention(*arrays, **given)
     return found
 
 
@@ -138,10 +137,7 @@ def test_packed_sequences(on_hopper: None, per: str) -> None:
     arrays, scales, _ = drawn(per=per, lengths=(300, 300))
     edges = np.array([7, 7, 137, 140, 290], np.int32)
     flat = [x[0].copy() for x in arrays]
-    if per == "tensor":
-        its = {name: x[0] for name, x in scales.items()}
-    else:
-        its = {name: x[0].copy() for name, x in scales.items()}
+    its: dict[str, Any] = {name: x[0] for name, x in scales.items()}
     for x in flat:
         x[:7] = x[290:] = 0x7F
     numbers = [np.nan_to_num(numbers_of(x, its[name])) for x, name in zip(flat, scales, strict=True)]
@@ -185,7 +181,7 @@ def test_splits_fill_the_gpu() -> None:
 @pytest.mark.parametrize("kind", ["gaussian", "outliers", "sharp"])
 def test_error_is_that_of_plain_attention_with_rounded_weights(on_hopper: None, kind: str, per: str) -> None:
     q8, k8, v8 = (quantized(x, per) for x in inputs(kind, 0))
-    scales = {"q_scale": q8.scale, "k_scale": k8.scale, "v_scale": v8.scale}
+    scales: dict[str, Any] = {"q_scale": q8.scale, "k_scale": k8.scale, "v_scale": v8.scale}
     true = reference.attention(q8.numbers, k8.numbers, v8.numbers)[0]
     out = cuflash.attention(q8.codes, k8.codes, v8.codes, **scales)
     (key_tile,) = {x.kernel.config.block_n for x in launch._launches.values()}
@@ -288,7 +284,7 @@ def test_shared_memory_is_clean(per: str) -> None:
 def test_sums_of_few_bits_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of tensor cores keep fewer bits than float32 and last for one tile of keys, so that errors do not grow."""
     q8, k8, v8 = (quantized(x, "tensor") for x in inputs("gaussian", 1, (130, 2000), (1, 1)))
-    scales = {"q_scale": q8.scale, "k_scale": k8.scale, "v_scale": v8.scale}
+    scales: dict[str, Any] = {"q_scale": q8.scale, "k_scale": k8.scale, "v_scale": v8.scale}
     true = reference.attention(q8.numbers, k8.numbers, v8.numbers)[0]
     monkeypatch.setenv("CUFLASH_CPU_DEVICE_SUMS", "hopper")
     with hook.kernels_on(CpuDevice((9, 0), num_sms=3)):
@@ -317,7 +313,7 @@ def test_which_problems_it_takes() -> None:
         ({"split_size": 64}, "splits of one size"),
         ({"head_dim": 512}, "head dims above 256"),
     ):
-        other = replace(problem, **change)  # type: ignore[arg-type]
+        other = replace(problem, **change)
         assert sm90_fp8.forward(other, layouts) == ()
         assert words in sm90_fp8.reason(other)
         assert sm80_fp8.takes(other, (9, 0)) or change.get("head_dim") == 512
