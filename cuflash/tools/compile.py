@@ -17,7 +17,16 @@ from cuflash.cuda import compile as cuda_compile
 from cuflash.cuda import device as cuda_device
 from cuflash.gpu.kernels import load_kernel, source_of
 from cuflash.hardware import capability_of, smem_limit
-from cuflash.plan import sm80_backward, sm80_forward, sm80_fp8, sm80_splits, sm80_wide, sm90_backward, sm90_forward
+from cuflash.plan import (
+    sm80_backward,
+    sm80_forward,
+    sm80_fp8,
+    sm80_splits,
+    sm80_wide,
+    sm90_backward,
+    sm90_forward,
+    sm90_fp8,
+)
 from cuflash.plan import split as plan_split
 from cuflash.plan.config import KernelConfig
 from cuflash.plan.portable import table
@@ -84,7 +93,13 @@ def configs(
     """
     tables: list[Iterator[tuple[KernelConfig, str]]] = []
     if has_wgmma:
-        tables += [sm90_forward.table(), sm90_backward.table(), plan_split.table(), plan_split.gradient_table()]
+        tables += [
+            sm90_forward.table(),
+            sm90_fp8.table(),
+            sm90_backward.table(),
+            plan_split.table(),
+            plan_split.gradient_table(),
+        ]
     tables += [
         family.table(capability, limit) for family in (sm80_forward, sm80_fp8, sm80_splits, sm80_backward, sm80_wide)
     ]
