@@ -26,7 +26,7 @@ from cuflash import hardware, reference
 from cuflash.cuda import compile as cuda_compile
 from cuflash.frontend import metadata
 from cuflash.gpu import kernels, launch
-from cuflash.plan import sm80_fp8
+from cuflash.plan import listing, sm80_fp8
 from cuflash.problem.attention_problem import AttentionProblem
 
 Array = NDArray[Any]
@@ -284,7 +284,8 @@ ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 def test_they_compile_without_spills(arch: str) -> None:
     """Records such that every option, dtype and head dim occurs; in the whole tier all of them."""
     pytest.importorskip("cupy", reason="NVRTC comes with CuPy")
-    configs = [config for config, _ in sm80_fp8.table(hardware.capability_of(arch), hardware.smem_limit(arch))]
+    passes = listing.of_fp8(hardware.capability_of(arch), hardware.smem_limit(arch))
+    configs = [config for config, _ in listing.kernels(passes)]
     number = ARCHITECTURES.index(arch)
     some = tiers.covering(configs, options_of)[number :: len(ARCHITECTURES)]  # each architecture takes its share
     for config in configs if tiers.is_whole() else some:
