@@ -1,6 +1,6 @@
-// The gradients of a rule's operands without tensor cores, for every GPU and dtype. A thread block keeps BLOCK_M
-// queries of one head, computes the gradients of their scores tile by tile, and gives what they add to each element of
-// an operand to TermSums, which the text before this defines.
+// This kernel computes the gradients of a rule's operands without tensor cores, for every GPU and dtype. A thread block
+// keeps BLOCK_M queries of one head and computes the gradients of their scores tile by tile. It hands the term that
+// each of them adds to an element of an operand to TermSums, which the text before this file defines.
 #include "gradient_tile.cuh"
 
 constexpr int ROWS = BLOCK_M / SIDE, COLUMNS = BLOCK_N / SIDE;
@@ -12,7 +12,7 @@ struct alignas(16) SharedStorage {
   u8 seen[BLOCK_N];           // written by compute(), not read here
 };
 
-// Terms tells TermSums of each score's gradient.
+// Terms gives TermSums the terms of each score's gradient.
 struct Terms {
   TermSums& sums;
 

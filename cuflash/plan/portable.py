@@ -56,14 +56,14 @@ class PortableConfig(KernelConfig):
 
 
 def key_kernels(problem: AttentionProblem) -> tuple[str, ...]:
-    """Entries of the kernels that compute dk and dv: one for both, or one each."""
+    """Return the entries of the kernels that compute dk and dv: one for both, or one each."""
     widest = head_dim_class(max(problem.head_dim, problem.head_dim_v))
     together = bool(_lines_of("backward_dkv", problem.accum_dtype, widest))
     return ("backward_dkv",) if together else ("backward_dk", "backward_dv")
 
 
 def _smem_bytes(entry: str, tile: PortableTile, accum: str, head_dim: int, head_dim_v: int) -> int:
-    """Bytes of SharedStorage in cuda_src/<entry>.cu, which asserts that they are enough."""
+    """Return the bytes of SharedStorage in cuda_src/portable/, whose kernels assert that they are enough."""
     size = _SIZES[accum]
     pad = ALIGNMENT // size
     widest = max(head_dim, head_dim_v)
@@ -98,7 +98,7 @@ def _of_results(entry: str, head_dim: int, head_dim_v: int) -> tuple[int, int]:
 
 @kept
 def plan(problem: AttentionProblem, entry: str, smem_limit: int = SMALLEST_SMEM) -> tuple[PortableConfig, ...]:
-    """The candidates for a kernel of `PORTABLE` where a thread block may use so many bytes of shared memory.
+    """Return the candidates for a kernel of `PORTABLE` where a thread block may use so many bytes of shared memory.
 
     NotImplementedError is raised for an option that the kernel does not know.
     """
@@ -132,9 +132,9 @@ def plan(problem: AttentionProblem, entry: str, smem_limit: int = SMALLEST_SMEM)
 
 
 def types_of(problem: AttentionProblem) -> PortableConfig:
-    """The configuration for a problem's kernels in around/reduce.cu, which know its types and none of its options.
+    """Return the configuration for a problem's kernels in around/reduce.cu, which know its types and no options.
 
-    Their elements are those of results.
+    Elements have the type of results.
     """
     of_types = AttentionProblem(1, 1, 1, 1, 1, 1, 1, problem.result_dtype, bias_dtype=problem.bias_dtype)
     return plan(of_types, "forward")[0]

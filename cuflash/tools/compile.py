@@ -23,6 +23,7 @@ from cuflash.plan.config import KernelConfig
 from cuflash.problem.attention_problem import DTYPES
 from cuflash.problem.fp8 import FP8
 from cuflash.tools.arguments import positive
+from cuflash.tools.info import first_line
 
 JOBS = min(8, os.cpu_count() or 1)
 _DTYPES = (*DTYPES, FP8)
@@ -51,14 +52,19 @@ def run(args: argparse.Namespace) -> int:
     """Return 0 if every kernel compiled, without spills where these show; 1 if not; 2 if something is missing."""
     try:
         import cupy
+
+        version = ".".join(map(str, cupy.cuda.nvrtc.getVersion()))
     except ImportError:
         print('cuflash compile needs CuPy: pip install "cuflash[cuda13]"', file=sys.stderr)
+        return 2
+    except Exception as error:  # whatever CuPy raises where a library cannot be loaded
+        words = f'needs NVRTC, which CuPy does not find: pip install "cuflash[cuda13]" ({first_line(error)})'
+        print(f"cuflash compile {words}", file=sys.stderr)
         return 2
     if args.arch:
         known = [f"sm_{number}" for number in cupy.cuda.nvrtc.getSupportedArchs()]
         unknown = [arch for arch in args.arch if arch.rstrip("af") not in known]
         if unknown:
-            version = ".".join(map(str, cupy.cuda.nvrtc.getVersion()))
             print(f"{', '.join(unknown)}: NVRTC {version} knows {', '.join(known)}", file=sys.stderr)
             return 2
         return _check(args)

@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     facts = {"cuflash": __version__, "python": platform.python_version(), **versions(_PACKAGES), **_gpu()}
     chosen = _chosen(args, head_dim_v)
     lacks = missing()
-    refused = [refusal._asdict() for refusal in refusals.every()]
+    refused = [refusal._asdict() for refusal in dict.fromkeys(refusals.every())]
     if args.json:
         print(json.dumps({**facts, "missing": lacks, "refused": refused, "kernels": chosen}))
         return 0

@@ -1,12 +1,12 @@
-// How results of a tile leave Hopper's forward kernel: by TMA through shared memory, by threads where TMA cannot, and
-// as one split's part.
+// This header is the epilogue of Hopper's forward kernel: results of a tile are stored by TMA through shared memory, by
+// threads where TMA cannot, or as those of one split of the keys.
 #include "scores.cuh"
 #include "work.cuh"
 
 // store_rows() is the epilogue by TMA: it writes out * factor for the warp's 16 rows of a tile; rows in [len_q, rows_q)
-// are padding and become 0. The boxes of out_map have 16 rows. Those of row_map have one, for tiles of several heads
-// and for those that also hold rows of others: those before first_row() and behind a packed sequence must not be
-// written.
+// are padding and become 0. The boxes of out_map have 16 rows. The boxes of row_map have one row, for tiles of several
+// heads and for tiles that also hold rows which must not be written: rows before first_row(), and rows behind a packed
+// sequence.
 template <int N>
 DEVICE void store_rows(const AttentionParams& p, const ptx::TensorMap* out_map, const ptx::TensorMap* row_map,
                        const TileMessage& work, const TileRows& rows, const OwnRows& own, const float (&out)[N],

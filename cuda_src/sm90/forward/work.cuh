@@ -63,9 +63,7 @@ DEVICE Blocks blocks_of_split(const AttentionParams& p, const SplitWork& work, c
   return blocks;
 }
 
-// TileMessage is what the scheduler hands to the warpgroups: a tile; whether no key is visible to it (known with a
-// block mask); whether it is a recheck of a tile whose result was not finite (hidden_values.cuh); and the tiles of keys
-// that the whole tile and each warpgroup see. SKIPS_ROWS: the first tile may begin before the sequence does.
+// SKIPS_ROWS tells whether the first tile may begin before the sequence does.
 constexpr bool SKIPS_ROWS = HAS_WINDOW && !HAS_OPTIONS && STAGING_PANELS > 0 && !PACKS_HEADS;
 static_assert(!KEYS_IN_REVERSE || (HAS_WINDOW && !HAS_OPTIONS), "keys from the last on need a window and no options");
 struct KeyRange {
@@ -83,6 +81,9 @@ DEVICE int fill_last_tile(Sequence& s) {
   return skipped;
 }
 
+// TileMessage is what the scheduler hands to the warpgroups: a tile; whether no key is visible to it (known with a
+// block mask); whether it is a recheck of a tile whose result was not finite (hidden_values.cuh); and the tiles of keys
+// that the whole tile and each warpgroup see.
 struct TileMessage : SplitWork {
   bool empty = true, recheck = false;
   int skipped = 0;  // rows of the first tile that lie before the sequence's first
@@ -116,4 +117,5 @@ struct TileMessage : SplitWork {
     }
   }
 };
-constexpr int NO_WORK = -2;  // in place of a tile's number: no tile, but the stages are looked at for rechecks
+// NO_WORK stands in place of a tile's number where there is no tile, but the stages are looked at for rechecks.
+constexpr int NO_WORK = -2;
