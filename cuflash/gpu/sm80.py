@@ -14,8 +14,9 @@ from cuflash.gpu import split as gpu_split
 from cuflash.gpu.launch import Kernel, Work, batch_heads, num_tiles
 from cuflash.gpu.params import Arrays, num_key_splits
 from cuflash.plan import sm80_backward, sm80_forward, sm80_fp8, sm80_kinds, sm80_splits, sm80_wide
+from cuflash.plan.record import Capability
 from cuflash.plan.sm80_backward import DQ, MAIN, ROWS, Sm80BackwardConfig
-from cuflash.plan.sm80_forward import Capability, Sm80QueryConfig
+from cuflash.plan.sm80_forward import Sm80QueryConfig
 from cuflash.problem.attention_problem import AttentionProblem
 
 

@@ -26,7 +26,7 @@ from cuflash import hardware, reference
 from cuflash.cuda import compile as cuda_compile
 from cuflash.frontend import metadata
 from cuflash.gpu import kernels, launch
-from cuflash.plan import sm80_fp8
+from cuflash.plan import listing, sm80_fp8
 from cuflash.plan.config import KernelConfig
 from cuflash.problem.attention_problem import AttentionProblem
 
@@ -282,7 +282,8 @@ ARCHITECTURES = ("sm_90a", "sm_80", "sm_86", "sm_89", "sm_100", "sm_120")
 
 
 def records_of(arch: str) -> list[KernelConfig]:
-    return [config for config, _ in sm80_fp8.table(hardware.capability_of(arch), hardware.smem_limit(arch))]
+    passes = listing.of_fp8(hardware.capability_of(arch), hardware.smem_limit(arch))
+    return [config for config, _ in listing.kernels(passes)]
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

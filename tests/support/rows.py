@@ -19,6 +19,7 @@ from cuflash.gpu import sm90 as gpu_sm90
 from cuflash.plan import (
     sm80_backward,
     sm80_forward,
+    sm80_tiles,
     sm90_backward,
     sm90_backward_tiles,
     sm90_forward,
@@ -27,7 +28,7 @@ from cuflash.plan import (
     sm90_tiles,
 )
 from cuflash.plan.config import FLAGS, KernelConfig, without_window
-from cuflash.plan.portable import OPERAND_ENTRIES
+from cuflash.plan.portable_tiles import OPERAND_ENTRIES
 
 HOST = Device("numpy", np)
 LENGTHS = (70, 152)  # rows of a bias that TMA can bring
@@ -119,8 +120,7 @@ def takes_narrow_window(config: sm90_forward.Sm90ForwardConfig, dtype: str) -> b
 
 def is_for_long_walks(config: KernelConfig) -> bool:
     """Return True if a tile of keys that visits fewer queries takes another row."""
-    row = next(x for x in sm80_backward.BACKWARD if x.head_dim == config.head_dim)
-    short = [asdict(tile) for tile in row.tiles if tile.short]
+    short = [asdict(x.tile) for x in sm80_tiles.BACKWARD if x.head_dim == config.head_dim and x.tile.short]
     of: dict[str, Any] = asdict(config)
     return bool(short) and not any(all(of.get(name, x) == x for name, x in tile.items()) for tile in short)
 
