@@ -1,8 +1,9 @@
 """The table of the backward kernels by mma.sync on 16 bits (sm_75 and later), and when they run.
 
-Kernels whose thread blocks stay with keys compute dq, dk and dv (`backward`). Those whose thread blocks stay with
-queries compute the rest: dq with repeating bits under a block mask and the slopes' gradient (`of_queries`), and
-a bias's gradient (`of_bias`). The latter share `sm80_forward`'s tiles.
+Kernels whose thread blocks stay with keys compute dq, dk, dv and the slopes' gradient (`backward`). Those whose thread
+blocks stay with queries compute the rest: dq with repeating bits under a block mask and, beside it or beside options
+with which the former cannot, the slopes' gradient (`of_queries`), and a bias's gradient (`of_bias`). The latter share
+`sm80_forward`'s tiles.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ BACKWARD = (
     ),
 )
 # Rows of the kernel whose thread blocks stay with queries. It adds dq in the order of keys, for bits that repeat where
-# there is a block mask, and each row's share of the slopes' gradient.
+# there is a block mask, and each row's share of the slopes' gradient where the kernel with keys does not.
 OF_QUERIES = tuple(
     Sm80Row(head_dim, head_dim, tiles, tiles)
     for head_dim, tiles in (
@@ -190,6 +191,7 @@ class Sm80BackwardConfig(Sm80Config):
     computes_dk: bool  # the kernel computes dk, and dq with it
     computes_dv: bool
     deterministic: bool  # tiles of keys add to dq in a fixed order
+    writes_dslopes: bool = False  # the kernel, which computes dk, adds up the gradient of ALiBi's slopes
     turns: int = 8  # counters of a query tile that keep this order: one for each warp, at most
 
 
@@ -259,7 +261,17 @@ def of_rows(config: Sm80BackwardConfig, entry: str) -> Sm80BackwardConfig:
     constant |= {"rules": NO_RULES, "rule_in_blocks": False}
     constant |= dict.fromkeys(("plain_scores", "computes_dk", "computes_dv"), True)
     num_warps = min(config.num_warps, _ROW_WARPS) if entry == ROWS else config.num_warps
-    return replace(config, entry=entry, num_warps=num_warps, **constant)
+    writes_dslopes = config.writes_dslopes and entry == ROWS
+    return replace(config, entry=entry, num_warps=num_warps, writes_dslopes=writes_dslopes, **constant)
+
+
+def with_dslopes(config: Sm80BackwardConfig) -> Sm80BackwardConfig:
+    """Return the configuration of a kernel that adds up the slopes' gradient, or the same one where it cannot.
+
+    That gradient comes from those of scores before softcap's derivative, which beside a rule is the rule's.
+    """
+    writes = config.has_alibi and config.computes_dk and not (config.has_softcap and config.has_score_mod)
+    return replace(config, writes_dslopes=writes)
 
 
 def _is_short(problem: AttentionProblem) -> bool:
@@ -270,16 +282,20 @@ def _is_short(problem: AttentionProblem) -> bool:
 
 @kept
 def backward(
-    problem: AttentionProblem, aligned: bool, capability: Capability, limit: int
+    problem: AttentionProblem, aligned: bool, capability: Capability, limit: int, dslopes: bool = False
 ) -> tuple[tuple[Sm80BackwardConfig, ...], ...]:
-    """The candidates for the kernels for dq, dk and dv; none where mma.sync does not take the dtype or an option."""
+    """The candidates for the kernels for dq, dk and dv; none where mma.sync does not take the dtype or an option.
+
+    With `dslopes` they add up the gradient of ALiBi's slopes, where they can.
+    """
     if problem.dtype not in dtypes(capability) or not_taken(HANDLES, problem):
         return ()
     row = next(r for r in BACKWARD if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
     given = row, problem.dtype, problem.bias_dtype, flags_of(problem), capability, limit, aligned, _is_short(problem)
     in_order = bool(problem.deterministic and not problem.block_mask)
     passes = configs(*given, in_order, problem.block_size[1])
-    return tuple(tuple(with_rules(config, problem) for config in each) for each in passes)
+    passes = tuple(tuple(with_rules(config, problem) for config in each) for each in passes)
+    return tuple(tuple(map(with_dslopes, each)) for each in passes) if dslopes else passes
 
 
 def _smem_of_queries(tile: Sm80Tile, row: Sm80Row[Sm80Tile]) -> int:
@@ -340,7 +356,7 @@ def table(capability: Capability, limit: int) -> Iterator[tuple[Sm80BackwardConf
                 given = dtype, None, flags, capability, limit, aligned, is_short
                 for deterministic in (False,) if "has_block_mask" in flags else (False, True):
                     candidates = configs(row, *given, deterministic, block_keys)
-                    yield from ((config, dtype) for config in (candidates[0] if candidates else ()))
+                    yield from ((with_dslopes(config), dtype) for config in (candidates[0] if candidates else ()))
     yield from sm80_forward.table(capability, limit, handled=KNOWN_TO_ALL, **_QUERY_KERNEL)
     for other, dtype in sm80_forward.table(capability, limit, handled=KNOWN_TO_ALL, **_BIAS_KERNEL):
         yield _with_bias(other), dtype
