@@ -73,7 +73,11 @@ _TENSORS = (
     _tensor("lse", "Accum", "(batch, num_heads_q, seqlen_q), the natural log-sum-exp of a row's scores"),
     _tensor("dlse", "const Accum", "like lse, or null"),
     _tensor("delta", "Accum", "like lse: rowsum(dout * out) - dlse"),
-    _tensor("dslope_rows", "Accum", "like lse: what each row adds to the slopes' gradient, or null"),
+    _tensor(
+        "dslope_rows",
+        "Accum",
+        "like lse: what each row adds to the slopes' gradient, or what each sum of a tile of keys does; or null",
+    ),
     _tensor(
         "out_splits",
         "Accum",
@@ -201,7 +205,8 @@ PARAMS = Struct(
         _integer("num_query_tiles", "the tiles of queries, where num_tiles counts tiles of keys"),
         _integer(
             "splits",
-            "how many thread blocks share the loop behind one tile of dbias, or of queries, or of keys",
+            "how many thread blocks share the loop behind one tile of dbias, or of queries, or of keys; "
+            "how many sums of dslope_rows a tile of keys has",
         ),
         _integer("head_splits", "into how many of these the query heads of a group are dealt"),
         _integer(
@@ -380,8 +385,9 @@ def _batch_stride(slopes: Array | None) -> int:
 
 
 def _tensor_strides(name: str, x: Array, packed: bool) -> tuple[int, int, int]:
-    """Return the strides (batch, row, head) in elements; 0 on axes of size 1."""
-    strides = [0 if n == 1 else s // x.dtype.itemsize for n, s in zip(x.shape, x.strides, strict=True)]
+    """Return the strides (batch, row, head) in elements; 0 on axes of size 1 of arrays whose strides tell no size."""
+    is_read = name != "dslope_rows"
+    strides = [0 if n == 1 and is_read else s // x.dtype.itemsize for n, s in zip(x.shape, x.strides, strict=True)]
     if name in _PER_ROW:
         packed = packed and len(strides) < 3  # splits are an axis of their own
         return (0, strides[1], strides[0]) if packed else (strides[0], strides[2], strides[1])

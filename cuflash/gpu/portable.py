@@ -79,10 +79,10 @@ class WithoutTiles(Kernel):
     visits_tiles = False
 
 
-def constants_of_sums(config: KernelConfig) -> dict[str, str | int]:
-    """Return the constants of around/reduce.cu, whose kernels know no options."""
+def constants_of_sums(config: KernelConfig, slope_keys: int = 0) -> dict[str, str | int]:
+    """Return the constants of around/reduce.cu, whose kernels know no options; `slope_keys` are those of `SlopeSums`."""
     types = {name: getattr(config, name) for name in ("element", "accum", "bias_element")}
-    return types | {"threads": _SUM_THREADS}
+    return types | {"threads": _SUM_THREADS, "slope_keys": slope_keys}
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,33 @@ class Reduce(Sum):
         if "dbias" in arrays:
             return 0, math.ceil(arrays["dbias"].size / _SUM_THREADS)
         return 0, (arrays["dsink"] if "dsink" in arrays else arrays["dalibi_slopes"]).size
+
+
+@dataclass(frozen=True)
+class SlopeSums(Reduce):
+    """The kernel that adds up the gradient of ALiBi's slopes over sums of tiles of keys."""
+
+    keys: int = 0  # of a tile
+    sums: int = 0  # of a tile of keys, for each query head
+
+    def load(self, device: cuda_device.Device) -> cuda_device.LoadedKernel:
+        """The compiled kernel for tiles of so many keys."""
+        return load(_FILE, self.entry, constants_of_sums(self.config, self.keys), device)
+
+    def numbers(self, problem: AttentionProblem) -> dict[str, int]:
+        """Return how many sums a tile has."""
+        return {"splits": self.sums}
+
+    def empty(self, work: Work) -> Array:
+        """Allocate the sums, which the kernel before the gradients makes 0."""
+        problem = work.problem
+        tiles = num_tiles(problem, problem.seqlen_k, self.keys)
+        return work.empty((*problem.lse_shape[:-1], tiles * self.sums), problem.accum_dtype)
+
+
+def slope_sums(problem: AttentionProblem, keys: int, sums: int) -> SlopeSums:
+    """Return the kernel that adds up `sums` of each tile of so many keys."""
+    return SlopeSums("reduce_slopes", types_of(problem), keys, sums)
 
 
 def _tiles(work: Work, planned: str, entry: str = "") -> Tiles:

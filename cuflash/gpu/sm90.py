@@ -14,7 +14,7 @@ from cuflash.gpu.launch import ExtraArguments, Kernel, Work, batch_heads, num_ti
 from cuflash.gpu.pages import check_rows
 from cuflash.gpu.params import SCORE_TENSORS, Arrays, num_key_splits
 from cuflash.gpu.persistent import Box, Persistent
-from cuflash.gpu.portable import WithoutTiles
+from cuflash.gpu.portable import WithoutTiles, slope_sums
 from cuflash.hardware import ALIGNMENT, HALF_BYTES, WARP
 from cuflash.plan import sm90_backward, sm90_forward, sm90_grid
 from cuflash.plan.sm90_forward import Layout, Sm90ForwardConfig
@@ -211,9 +211,9 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays, adds: bool = False) -
     layouts = work.layouts(("q", "k", "v", "dout", "out")) if work.device.has_wgmma else None
     if layouts is None:
         return None
-    configs = sm90_backward.backward(
-        problem, layouts, *(_layout(work, x) for x in (arrays.get("bias"), grads.get("bias"), arrays.get("mask")))
-    )
+    tensors = arrays.get("bias"), grads.get("bias"), arrays.get("mask")
+    dslopes = "alibi_slopes" in grads and bool(problem.seqlen_q)  # without queries no thread block would clear sums
+    configs = sm90_backward.backward(problem, layouts, *(_layout(work, x) for x in tensors), dslopes=dslopes)
     if not configs:
         return None
     is_wide = any(grads[name].dtype.itemsize > HALF_BYTES for name in ("q", "k", "v") if name in grads)
@@ -234,6 +234,9 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays, adds: bool = False) -
     if config.first_addition_stores and "q" in grads:
         words = 2 + tiles * config.dq_sums * config.dq_pieces + batch_heads(problem, problem.num_heads_kv)
         rows["dq_order"] = work.empty((words,), np.int32)
+    slopes = slope_sums(problem, config.block_n * config.pair, config.slope_sums * splits.in_all)
+    if config.writes_dslopes:
+        rows["dslope_rows"] = slopes.empty(work)
     dbias = {"dbias": grads["bias"]} if config.writes_dbias else {}
     if config.ping_pong and not dbias and not config.has_alibi and tiles > _FEW_TILES:
         # Each lane of the warp that waits polls one thread block that prepares rows.
@@ -245,10 +248,16 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays, adds: bool = False) -
     work.run(kernel, _select(arrays, _MAIN_INPUTS) | rows | key_grads | dbias)
     if "q" in grads:
         sums = _select(rows, ("dq_sum", "dq_order"))
-        work.run(Dq(sm90_backward.DQ, config.of_rows, splits), _select(arrays, _LENGTHS) | sums | {"dq": grads["q"]})
+        of_dq = replace(config.of_rows, writes_dslopes=False)
+        work.run(Dq(sm90_backward.DQ, of_dq, splits), _select(arrays, _LENGTHS) | sums | {"dq": grads["q"]})
     if splits.in_all > 1:
         query_splits.add(work, key_grads, results, splits.in_all)
-    done = ("q", "k", "v", "bias") if dbias else ("q", "k", "v")
+    if config.writes_dslopes:
+        of_slopes = _select(rows, ("dslope_rows",)) | {"dalibi_slopes": grads["alibi_slopes"]}
+        work.run(slopes, arrays | of_slopes)
+    done = {"q", "k", "v"}
+    done |= {"bias"} if dbias else set()
+    done |= {"alibi_slopes"} if config.writes_dslopes else set()
     return {name: x for name, x in grads.items() if name not in done}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -129,7 +130,8 @@ def of_backward(capability: Capability, limit: int) -> Iterator[Pass]:
         problems += [replace(p, deterministic=True) for p in problems if not p.block_mask]
         problems += [replace(p, seqlen_q=_SHORT) for p in problems if p.deterministic and p.softcap == 0]
         place = capability, limit
-        yield from _passes(_placed(sm80_backward.backward, problems, *place), dtype)
+        with_slopes = partial(sm80_backward.backward, dslopes=True)
+        yield from _passes(_placed(with_slopes, problems, *place), dtype)
         yield from _passes(_placed(sm80_backward.of_queries, _problems(OF_QUERIES, dtype), *place), dtype)
         yield from _passes(_placed(sm80_backward.of_bias, _with_bias(_problems(OF_BIAS, dtype)), *place), dtype)
 

@@ -1,8 +1,9 @@
 """The configurations of the backward kernels by mma.sync on 16 bits (sm_75 and later), and when they run.
 
-Kernels whose thread blocks stay with keys compute dq, dk and dv (`backward`). Those whose thread blocks stay with
-queries compute the rest: dq with repeating bits under a block mask and the slopes' gradient (`of_queries`), and
-a bias's gradient (`of_bias`). `sm80_tiles` has the records of all.
+Kernels whose thread blocks stay with keys compute dq, dk, dv and the slopes' gradient (`backward`). Those whose thread
+blocks stay with queries compute the rest: dq with repeating bits under a block mask and, beside it or beside options
+with which the former cannot, the slopes' gradient (`of_queries`), and a bias's gradient (`of_bias`). `sm80_tiles` has
+the records of all.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class Sm80BackwardConfig(Sm80Config):
     computes_dk: bool  # the kernel computes dk, and dq with it
     computes_dv: bool
     deterministic: bool  # tiles of keys add to dq in a fixed order
+    writes_dslopes: bool = False  # the kernel, which computes dk, adds up the gradient of ALiBi's slopes
     turns: int = 8  # counters of a query tile that keep this order: one for each warp, at most
 
 
@@ -76,7 +78,17 @@ def of_rows(config: Sm80BackwardConfig, entry: str) -> Sm80BackwardConfig:
     constant |= {"rules": NO_RULES, "rule_in_blocks": False}
     constant |= dict.fromkeys(("plain_scores", "computes_dk", "computes_dv"), True)
     num_warps = min(config.num_warps, _ROW_WARPS) if entry == ROWS else config.num_warps
-    return replace(config, entry=entry, num_warps=num_warps, **constant)
+    writes_dslopes = config.writes_dslopes and entry == ROWS
+    return replace(config, entry=entry, num_warps=num_warps, writes_dslopes=writes_dslopes, **constant)
+
+
+def with_dslopes(config: Sm80BackwardConfig) -> Sm80BackwardConfig:
+    """Return the configuration of a kernel that adds up the slopes' gradient, or the same one where it cannot.
+
+    That gradient comes from those of scores before softcap's derivative, which beside a rule is the rule's.
+    """
+    writes = config.has_alibi and config.computes_dk and not (config.has_softcap and config.has_score_mod)
+    return replace(config, writes_dslopes=writes)
 
 
 def _is_short(problem: AttentionProblem) -> bool:
@@ -86,10 +98,12 @@ def _is_short(problem: AttentionProblem) -> bool:
 
 
 @kept
-def backward(problem: AttentionProblem, *place: Any) -> tuple[tuple[Sm80BackwardConfig, ...], ...]:
+def backward(
+    problem: AttentionProblem, *place: Any, dslopes: bool = False
+) -> tuple[tuple[Sm80BackwardConfig, ...], ...]:
     """The candidates for the kernels for dq, dk and dv, the fastest first; none where mma.sync does not take a problem.
 
-    `place` has the fields of `Place`.
+    `place` has the fields of `Place`. With `dslopes` they add up the gradient of ALiBi's slopes, where they can.
     """
     own = Place(*place)
     if problem.dtype not in dtypes(own.capability) or not_taken(HANDLES, problem):
@@ -113,7 +127,8 @@ def backward(problem: AttentionProblem, *place: Any) -> tuple[tuple[Sm80Backward
             smem_bytes=_smem_bytes(record.tile, record, computes_dk),
             **constants(Sm80BackwardConfig, record, problem, own),
         )
-        return with_rules(config, problem)
+        config = with_rules(config, problem)
+        return with_dslopes(config) if dslopes else config
 
     def of_record(record: Record[Sm80BackwardTile]) -> tuple[Sm80BackwardConfig, ...]:
         passes = ((True, True),) if record.tile.together else ((True, False), (False, True))
