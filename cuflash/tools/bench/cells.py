@@ -130,12 +130,10 @@ class Cell:
 
     def sequence(self, index: int) -> tuple[slice, slice, Cell]:
         """The places of a packed sequence's queries and of its keys, and its problem alone."""
-        places = []
-        for lengths in (self.lengths, self.keys):
-            begin = sum(lengths[:index])
-            places.append(slice(begin, begin + lengths[index]))
-        sizes = {"seqlen_q": self.lengths[index], "seqlen_k": self.keys[index]}
-        return places[0], places[1], replace(self, batch=1, lengths=(), key_lengths=(), **sizes)
+        queries, keys = self.lengths[index], self.keys[index]
+        begin, begin_k = sum(self.lengths[:index]), sum(self.keys[:index])
+        single = replace(self, batch=1, seqlen_q=queries, seqlen_k=keys, lengths=(), key_lengths=())
+        return slice(begin, begin + queries), slice(begin_k, begin_k + keys), single
 
     def describe(self) -> dict[str, Any]:
         """All fields, as JSON takes them."""
