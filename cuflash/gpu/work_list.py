@@ -49,7 +49,8 @@ class _OfList(WithoutTiles):
     def load(self, device: cuda_device.Device) -> cuda_device.LoadedKernel:
         """Load the compiled kernel."""
         tiles = self.of_tiles
-        constants = constants_of(self.config) | {
+        constants = {
+            **constants_of(self.config),
             "threads": _THREADS,
             "block_m": tiles.block_m,
             "block_n": tiles.block_n,
