@@ -178,11 +178,11 @@ def test_a_list_has_every_key_of_every_tile_once(name: str) -> None:
     for group, tile, *rest in found.entries.tolist():
         of_tiles[group, tile].append(rest)
     cut = {(group, tile): (first, number) for group, tile, first, number in found.cut.tolist()}
-    for tile, chunks in of_tiles.items():
+    for place, chunks in of_tiles.items():
         chunks.sort()
-        assert [step for begin, end, *_ in chunks for step in range(begin, end)] == expected[tile]
+        assert [step for begin, end, *_ in chunks for step in range(begin, end)] == expected[place]
         assert [chunk for *_, chunk, _ in chunks] == list(range(len(chunks)))
-        first, number = cut.get(tile, (-1, 1))
+        first, number = cut.get(place, (-1, 1))
         assert [part for *_, part in chunks] == ([-1] if number == 1 else list(range(first, first + number)))
     assert all(number > 1 for _, number in cut.values())
     parts = sorted(first + i for first, number in cut.values() for i in range(number))
