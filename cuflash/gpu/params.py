@@ -89,6 +89,16 @@ _TENSORS = (
     _tensor("dk_rows", "Element", "like k_rows: gradients that are summed to dk, of a pool's shape; or null"),
     _tensor("dv_rows", "Element", "likewise for dv"),
 )
+# The list of work stands behind all other members, so that those keep their offsets in kernels without a list.
+_OF_WORK_LIST = (
+    _pointer("work_entries", "int", "entries behind their number, in any order of tiles; or null: there is no list"),
+    _pointer("cut_tiles", "int", "tiles whose keys several entries share"),
+    _pointer("tile_keys", "int", "(num_tiles, 4): the keys of each tile slot"),
+    _pointer("part_outs", "Accum", "(most_parts, num_heads_kv, BLOCK_M, HEAD_DIM_V): results of entries that share"),
+    _pointer("part_lses", "Accum", "(most_parts, num_heads_kv, BLOCK_M): their log-sum-exps"),
+    _integer("num_multiprocessors", "of the device"),
+    _integer("steps_of_entry", "what a tile of queries costs besides its tiles of keys, as so many of these"),
+)
 # The scales stand behind all other members, so that those keep their offsets in kernels without scales.
 _SCALES = tuple(
     _tensor(f"{name}_scale", "const float", f"(batch, seqlen, heads) of {name}'s e4m3 codes, or null: all are 1")
@@ -201,7 +211,7 @@ PARAMS = Struct(
         _integer("page_size"),
         _integer("max_pages"),
         _integer("table_stride", "of block_table's rows, in elements"),
-        _integer("num_tiles", "the tiles of one batch_head; packed: the tile slots of one head (packed_work)"),
+        _integer("num_tiles", "the tiles of one batch_head; packed: the tile slots of one head (tile_slot)"),
         _integer("num_query_tiles", "the tiles of queries, where num_tiles counts tiles of keys"),
         _integer(
             "splits",
@@ -221,6 +231,7 @@ PARAMS = Struct(
         *(_long(f"doperand_size_{axis}") for axis in range(MOST_AXES)),
         *(_long(f"doperand_stride_{axis}", "in elements") for axis in range(MOST_AXES)),
         *_SCALES,
+        *_OF_WORK_LIST,
     ],
 )
 
@@ -258,7 +269,7 @@ def _operand_members(rules: Rules) -> list[Member]:
 
 TENSORS = tuple(member.name for member in (*_TENSORS, *_SCALES))
 SCORE_TENSORS = tuple(member.name for member in _SCORE_TENSORS)
-POINTERS = tuple(member.name for member in _POINTERS)
+POINTERS = tuple(member.name for member in (*_POINTERS, *_OF_WORK_LIST) if member.cpp_type.endswith("*"))
 
 # _UNBOUNDED lies beyond every index, and an index can be added to it without overflow.
 _UNBOUNDED = 1 << 30

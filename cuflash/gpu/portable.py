@@ -80,7 +80,10 @@ class WithoutTiles(Kernel):
 
 
 def constants_of_sums(config: KernelConfig, slope_keys: int = 0) -> dict[str, str | int]:
-    """Return the constants of around/reduce.cu, whose kernels know no options; `slope_keys` are those of `SlopeSums`."""
+    """Return the constants of around/reduce.cu, whose kernels know no options.
+
+    `slope_keys` are those of `SlopeSums`.
+    """
     types = {name: getattr(config, name) for name in ("element", "accum", "bias_element")}
     return types | {"threads": _SUM_THREADS, "slope_keys": slope_keys}
 

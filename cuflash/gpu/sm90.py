@@ -9,7 +9,7 @@ import numpy as np
 
 from cuflash import hardware
 from cuflash.cuda import device as cuda_device
-from cuflash.gpu import key_splits, query_splits
+from cuflash.gpu import key_splits, query_splits, work_list
 from cuflash.gpu.launch import ExtraArguments, Kernel, Work, batch_heads, num_tiles
 from cuflash.gpu.pages import check_rows
 from cuflash.gpu.params import SCORE_TENSORS, Arrays, num_key_splits
@@ -35,6 +35,8 @@ class Forward(Kernel):
         """Return the numbers of tiles: (of one head, in all); each split of the keys has its own."""
         tiles = num_tiles(problem, problem.seqlen_q, self.config.queries_of_tile(problem))
         total = tiles * batch_heads(problem, self.config.num_heads(problem))
+        if self.config.has_work_list:  # the device knows how many entries there are
+            return tiles, len(arrays["work_entries"]) * problem.num_heads_kv
         return tiles, total * num_key_splits(problem, arrays)
 
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
@@ -82,6 +84,11 @@ def forward(work: Work) -> bool:
     kernel = _first_forward(work, config)
     if kernel is None:
         return False
+    if kernel.config.has_work_list:
+        listed = work_list.find(work, kernel.config)
+        work.run(kernel, work.arrays | listed)
+        work_list.merge(work, kernel.config, listed)
+        return True
     work.run(kernel, work.arrays | partials)
     if partials:
         key_splits.merge(work, partials, sm90_grid.merges_by_rows(work.problem, num_splits))

@@ -43,6 +43,7 @@ _TOLD_APART = (
     "packs_heads",
     "has_pages",
     "copies_rows",
+    "has_work_list",
     "writes_dbias",
     "splits_queries",
     "aligned",
@@ -177,6 +178,9 @@ def case_of(config: KernelConfig, dtype: str) -> Case:
     if of.get("slice_columns"):
         dims = SLICED_HEAD_DIM, SLICED_HEAD_DIM
     case = gaussian_case(0, dtype, (queries, keys), heads, dims, 1, **chosen)
+    if of.get("has_work_list"):  # a packed batch of one sequence
+        case = case.with_inputs(**{name: getattr(case, name)[0] for name in ("q", "k", "v", "dout")})
+        case.cu_seqlens = np.array([0, queries], np.int32), np.array([0, keys], np.int32)
     if of.get("has_pages"):
         case = as_paged(case, 16 if of.get("copies_rows") or of["has_block_mask"] else of["block_n"], rng)
     if isinstance(config, sm80_forward.Sm80QueryConfig):

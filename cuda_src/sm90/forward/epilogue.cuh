@@ -1,5 +1,5 @@
 // This header is the epilogue of Hopper's forward kernel: results of a tile are stored by TMA through shared memory, by
-// threads where TMA cannot, or as those of one split of the keys.
+// threads where TMA cannot, or as the part of a split or of a chunk of the keys.
 #include "scores.cuh"
 #include "work.cuh"
 
@@ -108,6 +108,26 @@ DEVICE void write_split(const AttentionParams& p, const SplitWork& work, const O
         const int column = fragment_column() + column_offset(e + side);
         if (column < p.head_dim_v) target[column] = used ? out[e + side] * factor[r] : 0;
       }
+    }
+  }
+}
+
+// write_part() writes the thread's rows of one chunk's result where a list of work cuts the tile (work_list.cuh), in
+// float32.
+DEVICE void write_part(const AttentionParams& p, const SplitWork& work, const OwnRows& own, int row,
+                       const float (&out)[HEAD_DIM_V / 2], const float (&factor)[2], const float (&lse)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const int i = own.query(row, r);
+    if (i >= work.sequence.rows_q) continue;
+    const bool used = i < work.sequence.len_q;
+    const i64 at = part_row(p, work.part(), work.head, (row + 8 * r) % BLOCK_M);
+    if (lane() % 4 == 0) p.part_lses[at] = used ? lse[r] : -infinity();
+    float* target = p.part_outs + at * HEAD_DIM_V + fragment_column();
+#pragma unroll
+    for (int e = 2 * r; e < HEAD_DIM_V / 2; e += 4) {
+      const float2 pair = used ? make_float2(out[e] * factor[r], out[e + 1] * factor[r]) : make_float2(0, 0);
+      *reinterpret_cast<float2*>(target + column_offset(e)) = pair;
     }
   }
 }

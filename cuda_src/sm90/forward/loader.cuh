@@ -213,20 +213,26 @@ DEVICE void schedule_tiles(const AttentionParams& p, SharedStorage& shared, Ring
   };
   const u32 num_splits = num_splits_of(p);
   const u32 total =
-      team.units((p.num_tiles - LeftOut(p).tiles) * num_batch_heads_of(p, num_tile_heads(p)) * num_splits);
+      HAS_WORK_LIST
+          ? work_counts(p).entries * p.num_heads_kv
+          : team.units((p.num_tiles - LeftOut(p).tiles) * num_batch_heads_of(p, num_tile_heads(p)) * num_splits);
+  const auto work_at_index = [&](u32 index) -> SplitWork {
+    if constexpr (HAS_WORK_LIST) return listed_work(p, index);
+    const u32 tile = team.tile(index);
+    return {work_at<HAS_PAGES>(p, tile / num_splits, num_tile_heads(p), rows.queries, LeftOut(p).tiles),
+            {},
+            static_cast<int>(SECOND_TEAM_WARPGROUPS == 1 && team.number > 0 ? index % WARPGROUPS_PER_TILE
+                                                                            : tile % num_splits)};
+  };
   u32 index = blockIdx.x / PAIR;
   // Every stage is looked at once more behind the last tile, because its tile may need a recheck.
   int rechecks_left = HIDES_ANYWHERE ? WORK_STAGES : 0;
   while (index < total || rechecks_left-- > 0) {
     if (index >= total) {
-      hand_on({{{}, 0, NO_WORK}, 0});
+      hand_on({{{}, 0, NO_WORK}, {}, 0});
       continue;
     }
-    const u32 tile = team.tile(index);
-    const SplitWork work = {
-        work_at<HAS_PAGES>(p, tile / num_splits, num_tile_heads(p), rows.queries, LeftOut(p).tiles),
-        static_cast<int>(SECOND_TEAM_WARPGROUPS == 1 && team.number > 0 ? index % WARPGROUPS_PER_TILE
-                                                                        : tile % num_splits)};
+    const SplitWork work = work_at_index(index);
     const int first_query = PACKS_HEADS ? work.tile * rows.queries : work.first_of_rows();
     if (PAIR > 1 || first_query < work.sequence.rows_q) hand_on(work);
     rings.work.acquire();
