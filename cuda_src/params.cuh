@@ -191,25 +191,37 @@ DEVICE int group_at(const AttentionParams& p, int place, FirstPlace first_place)
   return low;
 }
 
-// packed_work() turns a tile slot of packed sequences into its tile. Group e starts at slot begin(e) / block + e, which
-// leaves enough slots for the group before it. So the host needs total / block + batch + 2 slots and no lengths, and
-// the device needs one search; slots that are left over get tiles beyond their group's rows.
+// sequence_of_group() is a packed group as a sequence; padding is one without a number, of which nothing is in use.
 template <bool TILES_OF_KEYS, bool KEYS_IN_PAGES = false>
-DEVICE Work packed_work(const AttentionParams& p, int block, int slot, int head) {
+DEVICE Sequence sequence_of_group(const AttentionParams& p, int group) {
+  if (group >= 1 && group <= p.batch) return sequence_of<KEYS_IN_PAGES>(p, group - 1);
   const int* cu_seqlens = TILES_OF_KEYS ? p.cu_seqlens_k : p.cu_seqlens_q;
   const int total = TILES_OF_KEYS ? p.seqlen_k : p.seqlen_q;
-  const auto begin_of = [&](int e) { return group_begin(cu_seqlens, e, p.batch, total); };
-  const int group = group_at(p, slot, [&](int e) { return begin_of(e) / block + e; }), begin = begin_of(group);
-  Work w;
-  w.head = head;
-  w.tile = slot - (begin / block + group);
-  if (group >= 1 && group <= p.batch) {
-    w.sequence = sequence_of<KEYS_IN_PAGES>(p, group - 1);
-  } else {
-    const int rows = begin_of(group + 1) - begin;
-    w.sequence = {-1, begin, begin, rows, rows, 0, 0};
-  }
-  return w;
+  const int begin = group_begin(cu_seqlens, group, p.batch, total);
+  const int rows = group_begin(cu_seqlens, group + 1, p.batch, total) - begin;
+  return {-1, begin, begin, rows, rows, 0, 0};
+}
+
+// TileSlot is where a tile slot of packed sequences leads: a group, and a tile of it. Group e starts at slot
+// begin(e) / block + e, which leaves enough slots for the group before it. So the host needs total / block + batch + 2
+// slots and no lengths, and the device needs one search; slots that are left over get tiles beyond their group's rows.
+struct TileSlot {
+  int group, tile;
+};
+template <bool TILES_OF_KEYS>
+DEVICE TileSlot tile_slot(const AttentionParams& p, int block, int slot) {
+  const int* cu_seqlens = TILES_OF_KEYS ? p.cu_seqlens_k : p.cu_seqlens_q;
+  const int total = TILES_OF_KEYS ? p.seqlen_k : p.seqlen_q;
+  const auto first_slot = [&](int e) { return group_begin(cu_seqlens, e, p.batch, total) / block + e; };
+  const int group = group_at(p, slot, first_slot);
+  return {group, slot - first_slot(group)};
+}
+
+// packed_work() turns a tile slot of packed sequences into its tile.
+template <bool TILES_OF_KEYS, bool KEYS_IN_PAGES = false>
+DEVICE Work packed_work(const AttentionParams& p, int block, int slot, int head) {
+  const TileSlot place = tile_slot<TILES_OF_KEYS>(p, block, slot);
+  return {sequence_of_group<TILES_OF_KEYS, KEYS_IN_PAGES>(p, place.group), head, place.tile};
 }
 
 // query_tile() numbers the tiles of queries over all batch_heads; packed, the number counts slots (packed_work).

@@ -21,8 +21,10 @@ from cuflash.merge import merge, merge_backward
 from cuflash.reporting import progress
 
 if TYPE_CHECKING:
+    from cuflash import conversions as conversions
     from cuflash import distributed as distributed
     from cuflash import offload as offload
+    from cuflash import rules as rules
     from cuflash.cache import PagedCache, append_kv
     from cuflash.fp8 import hadamard, quantize_fp8
     from cuflash.masks.block_mask import BlockMask
@@ -50,8 +52,10 @@ __all__ = [
 # These need no import of their own.
 _SUBPACKAGES = {
     "adapters": "cuflash.adapters",
+    "conversions": "cuflash.conversions",
     "distributed": "cuflash.distributed",
     "offload": "cuflash.offload",
+    "rules": "cuflash.rules",
 }
 
 

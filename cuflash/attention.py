@@ -19,6 +19,8 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from typing_extensions import Unpack
 
     from cuflash.problem.options import OptionKeywords
@@ -34,6 +36,17 @@ def attention(
     return_lse: Literal[False] = False,
     **options: Unpack[OptionKeywords],
 ) -> ArrayT: ...
+# NumPy's types have dtypes, and the lse of float16 arrays is float32.
+@overload
+def attention(
+    q: NDArray[np.float16],
+    k: AnyArray,
+    v: AnyArray,
+    *,
+    out: NDArray[np.float16] | None = None,
+    return_lse: Literal[True],
+    **options: Unpack[OptionKeywords],
+) -> tuple[NDArray[np.float16], NDArray[np.float32]]: ...
 @overload
 def attention(
     q: ArrayT,
@@ -171,9 +184,9 @@ def attention_backward(
     k: AnyArray,
     v: AnyArray,
     forward_out: ArrayT,
-    lse: ArrayT,
+    lse: AnyArray,
     *,
-    dlse: ArrayT | None = None,
+    dlse: AnyArray | None = None,
     out: Sequence[AnyArray | None] | None = None,
     grads: None = None,
     **options: Unpack[OptionKeywords],
@@ -185,9 +198,9 @@ def attention_backward(
     k: AnyArray,
     v: AnyArray,
     forward_out: ArrayT,
-    lse: ArrayT,
+    lse: AnyArray,
     *,
-    dlse: ArrayT | None = None,
+    dlse: AnyArray | None = None,
     out: Sequence[AnyArray | None] | None = None,
     grads: Sequence[str],
     **options: Unpack[OptionKeywords],
@@ -198,9 +211,9 @@ def attention_backward(
     k: AnyArray,
     v: AnyArray,
     forward_out: ArrayT,
-    lse: ArrayT,
+    lse: AnyArray,
     *,
-    dlse: ArrayT | None = None,
+    dlse: AnyArray | None = None,
     out: Sequence[AnyArray | None] | None = None,
     grads: Sequence[str] | None = None,
     **options: Unpack[OptionKeywords],
@@ -264,6 +277,16 @@ def attention_vjp(
     return_lse: Literal[False] = False,
     **options: Unpack[OptionKeywords],
 ) -> tuple[ArrayT, Backward[ArrayT]]: ...
+@overload
+def attention_vjp(
+    q: NDArray[np.float16],
+    k: AnyArray,
+    v: AnyArray,
+    *,
+    out: NDArray[np.float16] | None = None,
+    return_lse: Literal[True],
+    **options: Unpack[OptionKeywords],
+) -> tuple[tuple[NDArray[np.float16], NDArray[np.float32]], Backward[NDArray[np.float16]]]: ...
 @overload
 def attention_vjp(
     q: ArrayT,

@@ -16,6 +16,7 @@ from cuflash.problem.append import FP8_DTYPES
 from cuflash.problem.attention_problem import DTYPES, Array
 from cuflash.problem.checks import check_int
 from cuflash.steps import Pools, Step
+from cuflash.typing import OwnArray
 
 __all__ = ["PagedCache", "Step", "append_kv"]
 
@@ -107,20 +108,28 @@ class PagedCache:
         self.num_layers = num_layers
         shape = (num_layers, num_pages, page_size, num_heads_kv)
         stored = _stored_dtype(dtype)
-        self.k: Array = xp.zeros((*shape, head_dim), stored)
-        self.v: Array = xp.zeros((*shape, sizes["head_dim_v"]), stored)
-        self._bits = tuple(x.view(f"u{x.dtype.itemsize}") for x in (self.k, self.v))
+        self.k: OwnArray = xp.zeros((*shape, head_dim), stored)
+        self.v: OwnArray = xp.zeros((*shape, sizes["head_dim_v"]), stored)
+        pools: tuple[Array, Array] = self.k, self.v
+        self._bits = tuple(x.view(f"u{x.dtype.itemsize}") for x in pools)
         self._pages = Pages(num_pages, page_size, most, host_pages)
         host = None
         if host_pages:
             from cuflash.offload.pools import HostPools
 
-            host = HostPools((self.k, self.v), host_pages, xp)
+            host = HostPools(pools, host_pages, xp)
         self._memory = Pools(xp, self.k, self.v, most, host)
         self._library = interop.library_of("pool", self.k)
         # The latest steps stay, others as long as somebody holds them.
         self._steps: WeakValueDictionary[Any, Step] = WeakValueDictionary()
         self._latest: OrderedDict[Any, Step] = OrderedDict()
+
+    def __repr__(self) -> str:
+        layers, pages, page_size, heads, columns = self.k.shape
+        return (
+            f"PagedCache(num_layers={layers}, num_pages={pages}, page_size={page_size}, num_heads_kv={heads}, "
+            f"head_dim={columns}, dtype={self.k.dtype.name}, num_free_pages={self.num_free_pages})"
+        )
 
     @property
     def num_free_pages(self) -> int:

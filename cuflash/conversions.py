@@ -8,13 +8,16 @@ from typing import Any
 import numpy as np
 
 from cuflash import interop
+from cuflash.typing import AnyArray, ArrayT
+
+__all__ = ["from_base2_lse", "from_csr", "to_base2_lse"]
 
 Array = Any
 
 
 def from_csr(
-    indptr: Array, indices: Array, last_page_len: Array, page_size: int, max_pages: int | None = None
-) -> tuple[Array, Array]:
+    indptr: ArrayT, indices: AnyArray, last_page_len: AnyArray, page_size: int, max_pages: int | None = None
+) -> tuple[ArrayT, ArrayT]:
     """The block table and lengths of a page table in compressed rows, as FlashInfer has it.
 
     Parameters
@@ -60,7 +63,7 @@ def from_csr(
         return library.release(table), library.release(lengths)
 
 
-def from_base2_lse(lse: Array) -> Array:
+def from_base2_lse(lse: ArrayT) -> ArrayT:
     """FlashInfer's lse, to base 2 and (total_q, num_heads_q), as cuflash's: natural and (num_heads_q, total_q).
 
     Padded (batch, seqlen_q, num_heads_q) becomes (batch, num_heads_q, seqlen_q). The inverse is `to_base2_lse`.
@@ -68,12 +71,12 @@ def from_base2_lse(lse: Array) -> Array:
     return _converted(lse, math.log(2))
 
 
-def to_base2_lse(lse: Array) -> Array:
+def to_base2_lse(lse: ArrayT) -> ArrayT:
     """The inverse of `from_base2_lse`."""
     return _converted(lse, 1 / math.log(2))
 
 
-def _converted(lse: Array, factor: float) -> Array:
+def _converted(lse: ArrayT, factor: float) -> ArrayT:
     library = interop.library_of("lse", lse)
     array = interop.adopt_all(library, {"lse": lse})["lse"]
     if array.dtype.name not in ("float32", "float64"):
@@ -85,3 +88,8 @@ def _converted(lse: Array, factor: float) -> Array:
     xp = interop.namespace_of(array)
     with interop.on_stream_of(library, array):
         return library.release(xp.ascontiguousarray(array.swapaxes(-1, -2)) * array.dtype.type(factor))
+
+
+def __dir__() -> list[str]:
+    """The public names alone, so that completion shows nothing else."""
+    return sorted(__all__)

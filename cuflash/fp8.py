@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cache
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from cuflash import e4m3, hints, interop
 from cuflash.problem.attention_problem import DTYPES, accum_of
 from cuflash.problem.checks import MAX_SEED
 from cuflash.typing import ArrayT
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 Array = Any
 
@@ -26,8 +29,15 @@ _SHARED_AXES = {"tensor": (0, 1, 2), "head": (1,), "token": ()}
 _STEP, _MIX = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
+# NumPy's types have dtypes, which those of the results are not.
+@overload
+def quantize_fp8(
+    x: NDArray[np.floating[Any]], per: str = "tensor"
+) -> tuple[NDArray[np.uint8], NDArray[np.float32]]: ...
+@overload
+def quantize_fp8(x: ArrayT, per: str = "tensor") -> tuple[ArrayT, ArrayT]: ...
 @hints.with_hints(hints.QUANTIZE)
-def quantize_fp8(x: ArrayT, per: str = "tensor") -> tuple[ArrayT, ArrayT]:
+def quantize_fp8(x: Any, per: str = "tensor") -> Any:
     """Quantise an array for attention in FP8: ``x`` is about ``codes * scale``.
 
     Parameters

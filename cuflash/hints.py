@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
 from functools import wraps
 from typing import ParamSpec, TypedDict, TypeVar
 
@@ -35,18 +36,22 @@ _CSR = "block_table= and kv_lengths= of cuflash.conversions.from_csr"
 _NO_LENGTH = "nothing: cu_seqlens are enough, and no maximum is needed"
 _SHAPES = "nothing: k and v with fewer heads than q say it"
 _DROPOUT = "dropout_p= and dropout_seed="
+_NO_KERNEL = "nothing: arrays and options choose the kernel"
 
 # Attention in all its forms has these.
 OPTIONS: Hints = {
     **dict.fromkeys(("window_size", "local_window_size", "sliding_window_size"), _WINDOW),
     **dict.fromkeys(("window_size_left", "window_left", "left_window_size"), "window=(left, right)"),
     **dict.fromkeys(("window_size_right", "window_right", "right_window_size"), "window=(left, right)"),
-    "sliding_window": _LAST_KEYS,
+    **dict.fromkeys(("sliding_window", "sliding_window_length"), _LAST_KEYS),
     "attn_mask": _MASK,
     "attention_mask": _MASK,
     "attn_bias": "bias= for an array; a class of biases is causal=, window= or attention_varlen",
     "key_padding_mask": _PADDING,
     "padding_mask": _PADDING,
+    "use_padding_mask": "q_lengths= and kv_lengths=",
+    **dict.fromkeys(("diagonal_band_left_bound", "diagonal_band_right_bound"), "window=(left, right)"),
+    "use_causal_mask_bottom_right": _CAUSAL,
     **dict.fromkeys(("is_causal", "use_causal_mask"), f"{_CAUSAL} (torch's is aligned to the top left)"),
     **dict.fromkeys(("enable_gqa", "num_kv_groups", "pack_gqa"), _SHAPES),
     **dict.fromkeys(("max_seqlen_q", "max_seqlen_k", "max_seqlen", "max_query_len", "max_seq_len"), _NO_LENGTH),
@@ -59,14 +64,22 @@ OPTIONS: Hints = {
     **dict.fromkeys(("key_value_seq_lengths", "context_lens"), _KEYS_IN_USE),
     **dict.fromkeys(("query_seq_lengths", "seqused_q", "seq_len_q"), _QUERIES_IN_USE),
     **dict.fromkeys(("page_table", "block_tables", "page_table_k", "page_table_v"), _TABLE),
+    **dict.fromkeys(("paged_attention_k_table", "paged_attention_v_table"), _TABLE),
     **dict.fromkeys(_CU_SEQLENS, _PACKED),
     **dict.fromkeys(("paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len"), _CSR),
     **dict.fromkeys(("dropout", "dropout_rate", "p"), _DROPOUT),
+    **dict.fromkeys(("seed", "rng_state", "dropout_rng", "generator"), "dropout_seed="),
+    "training": "dropout_p=0.0 outside of training",
+    "attention_chunk": "mask_mod=lambda b, h, i, j: i // n == j // n for chunks of n",
+    "aux_tensors": "operands=",
+    **dict.fromkeys(("need_weights", "output_attentions"), "nothing: the weights are never stored"),
+    **dict.fromkeys(("leftpad_k", "cache_leftpad"), "mask= or mask_mod=, which hide the padding in front"),
     **dict.fromkeys(("q_descale", "descale_q"), "q_scale="),
     **dict.fromkeys(("k_descale", "descale_k"), "k_scale="),
     **dict.fromkeys(("v_descale", "descale_v"), "v_scale="),
     "alibi_mask": "alibi_slopes=",
     "use_alibi_mask": "alibi_slopes=",
+    "pos_encoding_mode": 'alibi_slopes= for "ALIBI", and rotary=(cos, sin) of append_kv',
     "num_heads_kv": _SHAPES,
     "cache_batch_idx": "rows of the table: block_table=table[index]",
     "rotary_cos": "rotary=(cos, sin) of append_kv",
@@ -75,9 +88,8 @@ OPTIONS: Hints = {
     "v_cache": "v, and append_kv for the new rows",
     "input_pos": "nothing: causal=True lets the last query see all keys",
     "query_group_size": _SHAPES,
-    **dict.fromkeys(
-        ("kernel_options", "implementation", "op", "tile_m", "tile_n"), "nothing: arrays and options choose the kernel"
-    ),
+    **dict.fromkeys(("kernel_options", "implementation", "backend", "op", "tile_m", "tile_n"), _NO_KERNEL),
+    **dict.fromkeys(("sm_margin", "scheduler_metadata"), _NO_KERNEL),
 }
 # Functions that write into caches have these.
 APPEND: Hints = {
@@ -148,7 +160,10 @@ def describe(name: str, hints: Hints) -> str:
 
 def unknown_keyword(name: str, hints: Hints, known: Iterable[str], what: str = "option") -> TypeError:
     """Return the error for a keyword that a function does not have."""
-    return TypeError(f"{name}: no such {what}; {describe(name, hints) or 'expected one of ' + ', '.join(known)}")
+    names = list(known)
+    meant = "".join(f"did you mean {x}? " for x in get_close_matches(name, names, 1, 0.7))
+    otherwise = f"{meant}expected one of {', '.join(names)}"
+    return TypeError(f"{name}: no such {what}; {describe(name, hints) or otherwise}")
 
 
 def with_hints(hints: Hints) -> Callable[[Callable[P, R]], Callable[P, R]]:

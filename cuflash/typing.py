@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeVar, overload
 
-__all__ = ["AnyArray", "ArrayT", "Backward", "RankBackward"]
+import numpy as np
+
+__all__ = ["AnyArray", "ArrayT", "Backward", "OwnArray", "RankBackward"]
 
 
 class _SpeaksDLPack(Protocol):
@@ -24,6 +26,24 @@ class _HasCudaArrayInterface(Protocol):
 AnyArray = _SpeaksDLPack | _HasDLPackDevice | _HasCudaArrayInterface
 # The results of a call have the type of its q. (In NumPy's types that includes q's dtype, whatever lse's or out's is.)
 ArrayT = TypeVar("ArrayT", bound=AnyArray)
+
+
+class OwnArray(_SpeaksDLPack, Protocol):
+    """The pools of a `cuflash.PagedCache`: arrays of its library, which every function takes."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The sizes of its axes."""
+        ...
+
+    @property
+    def dtype(self) -> np.dtype[np.generic]:
+        """NumPy's dtype."""
+        ...
+
+    def __getitem__(self, index: object, /) -> OwnArray: ...
+
+    def __setitem__(self, index: object, value: object, /) -> None: ...
 
 
 class Backward(Protocol[ArrayT]):

@@ -9,6 +9,8 @@ from cuflash.frontend.run import backward_from, forward, show_options, vjp
 from cuflash.typing import AnyArray, ArrayT, Backward
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from typing_extensions import Unpack
 
     from cuflash.problem.options import OptionKeywords
@@ -26,6 +28,19 @@ def attention_varlen(
     return_lse: Literal[False] = False,
     **options: Unpack[OptionKeywords],
 ) -> ArrayT: ...
+# NumPy's types have dtypes, and the lse of float16 arrays is float32.
+@overload
+def attention_varlen(
+    q: NDArray[np.float16],
+    k: AnyArray,
+    v: AnyArray,
+    cu_seqlens_q: AnyArray,
+    cu_seqlens_k: AnyArray | None,
+    *,
+    out: NDArray[np.float16] | None = None,
+    return_lse: Literal[True],
+    **options: Unpack[OptionKeywords],
+) -> tuple[NDArray[np.float16], NDArray[np.float32]]: ...
 @overload
 def attention_varlen(
     q: ArrayT,
@@ -106,11 +121,11 @@ def attention_varlen_backward(
     k: AnyArray,
     v: AnyArray,
     forward_out: ArrayT,
-    lse: ArrayT,
+    lse: AnyArray,
     cu_seqlens_q: AnyArray,
     cu_seqlens_k: AnyArray | None,
     *,
-    dlse: ArrayT | None = None,
+    dlse: AnyArray | None = None,
     out: Sequence[AnyArray | None] | None = None,
     grads: None = None,
     **options: Unpack[OptionKeywords],
@@ -122,11 +137,11 @@ def attention_varlen_backward(
     k: AnyArray,
     v: AnyArray,
     forward_out: ArrayT,
-    lse: ArrayT,
+    lse: AnyArray,
     cu_seqlens_q: AnyArray,
     cu_seqlens_k: AnyArray | None,
     *,
-    dlse: ArrayT | None = None,
+    dlse: AnyArray | None = None,
     out: Sequence[AnyArray | None] | None = None,
     grads: Sequence[str],
     **options: Unpack[OptionKeywords],
@@ -137,11 +152,11 @@ def attention_varlen_backward(
     k: AnyArray,
     v: AnyArray,
     forward_out: ArrayT,
-    lse: ArrayT,
+    lse: AnyArray,
     cu_seqlens_q: AnyArray,
     cu_seqlens_k: AnyArray | None,
     *,
-    dlse: ArrayT | None = None,
+    dlse: AnyArray | None = None,
     out: Sequence[AnyArray | None] | None = None,
     grads: Sequence[str] | None = None,
     **options: Unpack[OptionKeywords],
@@ -192,6 +207,18 @@ def attention_varlen_vjp(
     return_lse: Literal[False] = False,
     **options: Unpack[OptionKeywords],
 ) -> tuple[ArrayT, Backward[ArrayT]]: ...
+@overload
+def attention_varlen_vjp(
+    q: NDArray[np.float16],
+    k: AnyArray,
+    v: AnyArray,
+    cu_seqlens_q: AnyArray,
+    cu_seqlens_k: AnyArray | None,
+    *,
+    out: NDArray[np.float16] | None = None,
+    return_lse: Literal[True],
+    **options: Unpack[OptionKeywords],
+) -> tuple[tuple[NDArray[np.float16], NDArray[np.float32]], Backward[NDArray[np.float16]]]: ...
 @overload
 def attention_varlen_vjp(
     q: ArrayT,

@@ -47,20 +47,27 @@ extern "C" __global__ void __launch_bounds__(THREADS) reduce_sink(const Attentio
   if (threadIdx.x == 0) p.dsink[head] = static_cast<Accum>(sum);
 }
 
-// reduce_slopes sums the gradient of the slopes over its rows. One block computes one (slope batch, head).
+// reduce_slopes sums the gradient of the slopes over its rows or, with SLOPE_KEYS, over tiles of so many keys, which
+// have p.splits sums each. One block computes one (slope batch, head).
 extern "C" __global__ void __launch_bounds__(THREADS) reduce_slopes(const AttentionParams p) {
   const int head = blockIdx.x % p.num_heads_q, batch = blockIdx.x / p.num_heads_q;
   // The gradient's stride tells, because slopes whose own stride is 0 may have one gradient for each sequence.
   const bool shared_slopes = p.dalibi_batch_stride == 0;
   const SequenceRows all(p);
-  i64 begin = all.begin, end = all.end, first_batch = shared_slopes ? 0 : batch, batches = shared_slopes ? p.batch : 1;
+  i64 begin = SLOPE_KEYS > 0 ? 0 : all.begin, end = SLOPE_KEYS > 0 ? p.dslope_rows.head_stride : all.end,
+      first_batch = shared_slopes ? 0 : batch, batches = shared_slopes ? p.batch : 1;
   if (p.cu_seqlens_q != nullptr) {
     first_batch = 0;
     batches = 1;
     if (!shared_slopes) {
       const Sequence s = sequence_of(p, batch);
-      begin = s.row_q;
-      end = s.row_q + s.rows_q;
+      if constexpr (SLOPE_KEYS > 0) {
+        begin = (s.row_k / SLOPE_KEYS + batch + 1) * p.splits;  // as in packed_work
+        end = begin + static_cast<i64>(ceil_div(s.rows_k, SLOPE_KEYS)) * p.splits;
+      } else {
+        begin = s.row_q;
+        end = s.row_q + s.rows_q;
+      }
     }
   }
   const i64 rows = end - begin;

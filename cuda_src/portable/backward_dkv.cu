@@ -1,13 +1,13 @@
-// The gradients of k and v without tensor cores, or one of them where the other's head dim is 0: FlashAttention-2 (Dao
-// 2023), Algorithm 2. A thread block keeps BLOCK_N keys of one KV head and loops over the tiles of queries that see
-// them, of all query heads of the group (GQA), so no sum has two owners. portable/backward_dq.cu is the pass that keeps
-// queries.
+// This kernel computes the gradients of k and v without tensor cores, or one of them where the other's head dim is 0:
+// FlashAttention-2 (Dao 2023), Algorithm 2. A thread block keeps BLOCK_N keys of one KV head and loops over the tiles
+// of queries that see them, of all query heads of the group (GQA), so no sum has two owners. portable/backward_dq.cu is
+// the pass that keeps queries.
 #include "gradient_tile.cuh"
 
 constexpr int ROWS = BLOCK_N / SIDE, COLUMNS = BLOCK_M / SIDE;
 using ScoreChunks = ChunkPair<BLOCK_N, BLOCK_M>;
 constexpr bool HAS_DK = HEAD_DIM > 0, HAS_DV = HEAD_DIM_V > 0;
-// SIDE stands in where one is not computed, because arrays must have a size
+// SIDE stands in for the columns of a result that is not computed, because arrays must have a size.
 constexpr int DK_COLUMNS = HAS_DK ? HEAD_DIM : SIDE, DV_COLUMNS = HAS_DV ? HEAD_DIM_V : SIDE;
 using DoutChunk = Chunk<DV_COLUMNS, BLOCK_M>;
 using QueryChunk = Chunk<DK_COLUMNS, BLOCK_M>;
@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) backward_dkv(const 
           next_tile();
         }
       };
-      // 1. S^T = K Q^T, dP^T = V dO^T; from them P^T and dS^T.
+      // 1. compute() multiplies S^T = K Q^T and dP^T = V dO^T, and makes P^T and dS^T of them.
       tile.compute(dropped, ds, derivatives, buffers, score_chunks, first_key, first_row, masked, shared.seen, [&] {
         if constexpr (HAS_DV) {
           dout_chunk.fetch(tile.dout, first_row, 0);
@@ -70,13 +70,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) backward_dkv(const 
         }
       });
       const u8* seen = masked ? shared.seen : nullptr;
-      // 2. dV += P^T dO.
+      // 2. The products P^T dO are added to dV.
       if constexpr (HAS_DV) {
         write_transposed(shared.factor, dropped);
         if (masked) __syncthreads();
         multiply_rows<BLOCK_M>(dv, buffers, shared.factor, dout_chunk, tile.dout, first_row, seen, next_dk);
       }
-      // 3. dK += dS^T Q, while the next tile is fetched.
+      // 3. The products dS^T Q are added to dK, while the next tile is fetched.
       if constexpr (HAS_DK) {
         derivatives.differentiate_cap(ds);
         __syncthreads();  // every thread has read P for dv, so dS may take its place

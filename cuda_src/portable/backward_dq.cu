@@ -1,6 +1,7 @@
-// The gradient of q without tensor cores, and each row's part of the slopes' gradient: FlashAttention-2 (Dao 2023),
-// Algorithm 2, with one owner for every sum. A thread block keeps BLOCK_M queries and loops over the tiles of keys that
-// they see, so dq needs no atomic additions and repeats its bits. portable/backward_dkv.cu is the pass that keeps keys.
+// This kernel computes the gradient of q without tensor cores, and each row's part of the slopes' gradient:
+// FlashAttention-2 (Dao 2023), Algorithm 2, with one owner for every sum. A thread block keeps BLOCK_M queries and
+// loops over the tiles of keys that they see, so dq needs no atomic additions and repeats its bits.
+// portable/backward_dkv.cu is the pass that keeps keys.
 #include "gradient_tile.cuh"
 
 constexpr int ROWS = BLOCK_M / SIDE, COLUMNS = BLOCK_N / SIDE, OUT_COLUMNS = HEAD_DIM / SIDE;
@@ -38,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) backward_dq(const A
   while (!blocks.done()) {
     const int first_key = blocks.block * BLOCK_N;
     const bool masked = needs_mask(tile.mask, blocks, first_row, BLOCK_M, first_key, BLOCK_N);
-    // Where dq is not wanted there is no barrier between a tile and the next, and nobody reads `seen`.
+    // `seen` is not cleared where dq is not wanted: nobody reads it, and no barrier stands between two tiles.
     if (masked && p.dq.data != nullptr && threadIdx.x < BLOCK_N) shared.seen[threadIdx.x] = 0;
     blocks.advance();
     const auto next_tile = [&] {
@@ -48,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) backward_dq(const A
     KeyChunk key_chunk;
     Accum dropped[ROWS][COLUMNS], ds[ROWS][COLUMNS];  // P after dropout, and dS: (BLOCK_M, BLOCK_N)
     TileDerivatives<ROWS, COLUMNS> derivatives;
-    // 1. S = Q K^T, dP = dO V^T; from them P and dS.
+    // 1. compute() multiplies S = Q K^T and dP = dO V^T, and makes P and dS of them.
     tile.compute(dropped, ds, derivatives, buffers, score_chunks, first_row, first_key, masked, shared.seen, [&] {
       if (p.dq.data != nullptr) {
         key_chunk.fetch(tile.k, first_key, 0);
@@ -68,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) backward_dq(const A
       }
     }
     if (p.dq.data == nullptr) continue;
-    // 3. dQ += dS K, while the next tile is fetched.
+    // 3. The products dS K are added to dQ, while the next tile is fetched.
     derivatives.differentiate_cap(ds);
     write_transposed(shared.ds, ds);
     if (masked) __syncthreads();

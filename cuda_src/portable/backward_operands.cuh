@@ -1,6 +1,7 @@
-// The gradients of a rule's operands without tensor cores, for every GPU and dtype. A thread block keeps BLOCK_M
-// queries of one head, computes the gradients of their scores tile by tile, and gives what they add to each element of
-// an operand to TermSums of the header `terms`: operand_terms.cuh, operand_maxima.cuh or operand_words.cuh.
+// This kernel computes the gradients of a rule's operands without tensor cores, for every GPU and dtype. A thread block
+// keeps BLOCK_M queries of one head and computes the gradients of their scores tile by tile. It hands the term that
+// each of them adds to an element of an operand to TermSums of the header `terms`: operand_terms.cuh,
+// operand_maxima.cuh or operand_words.cuh.
 #include "gradient_tile.cuh"
 #include "terms"
 
@@ -13,7 +14,7 @@ struct alignas(16) SharedStorage {
   u8 seen[BLOCK_N];           // written by compute(), not read here
 };
 
-// Terms tells TermSums of each score's gradient.
+// Terms gives TermSums the terms of each score's gradient.
 struct Terms {
   TermSums& sums;
 

@@ -1,7 +1,6 @@
-// The gradient of a bias without tensor cores, for every GPU and dtype. BiasGradient computes dS of one tile of scores
-// and sums it; around/bias_range.cuh has the kernel, which includes this header as
-// `gradient` and visits the tiles that one tile of the bias was added to.
-// sm80/bias.cuh is the counterpart with tensor cores.
+// This header computes the gradient of a bias without tensor cores, for every GPU and dtype. BiasGradient computes dS
+// of one tile of scores and sums it; around/bias_range.cuh has the kernel, which includes this header as `gradient` and
+// visits the tiles that one tile of the bias was added to. sm80/bias.cuh is the counterpart with tensor cores.
 #include "gradient_tile.cuh"
 
 constexpr int ROWS = BLOCK_M / SIDE, COLUMNS = BLOCK_N / SIDE, MIN_BLOCKS = 1;

@@ -1,7 +1,7 @@
-// Forward attention without tensor cores, for every GPU and dtype: FlashAttention-2 (Dao 2023), Algorithm 1. A thread
-// block keeps BLOCK_M queries of one head and loops over the tiles of BLOCK_N keys that they see. It is the kernel to
-// read first; sm80/forward.cuh and sm90/forward/forward.cu are the same loop with tensor cores. `keys` is own_rows.cuh
-// or paged_rows.cuh, which says where keys and values lie.
+// This kernel computes forward attention without tensor cores, for every GPU and dtype: FlashAttention-2 (Dao 2023),
+// Algorithm 1. A thread block keeps BLOCK_M queries of one head and loops over the tiles of BLOCK_N keys that they see.
+// It is the kernel to read first; sm80/forward.cuh and sm90/forward/forward.cu are the same loop with tensor cores. The
+// header `keys`, which is own_rows.cuh or paged_rows.cuh, says where keys and values lie.
 #include "keys"
 #include "tile.cuh"
 #include "../fragment/softmax.cuh"
@@ -53,13 +53,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) forward(const Atten
     ValueChunk value_chunk;
     Accum x[ROWS][COLUMNS];  // the thread's elements of S (BLOCK_M, BLOCK_N): products, then scores, then weights
     clear(x);
-    // 1. S = Q K^T, while the first values are fetched.
+    // 1. Queries and keys are multiplied, S = Q K^T, while the first values are fetched.
     multiply_transposed(x, buffers, score_chunks, q, first_row, k, first_key,
                         [&] { value_chunk.fetch(v, first_key, 0); });
     // 2. Products become scores, -inf where hidden.
     score_tile<false>(x, score, mask, first_row, first_key, masked, shared.seen);
 
-    // 3. The online softmax turns scores into weights P and rescales what was summed before.
+    // 3. The online softmax turns scores into weights P and rescales the sums of earlier tiles.
     Accum rescale[ROWS];
     softmax.step(x, rescale);
 #pragma unroll
@@ -67,13 +67,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) forward(const Atten
 #pragma unroll
       for (int c = 0; c < OUT_COLUMNS; c++) out[r][c] *= rescale[r];
     }
-    // 4. Dropout sets weights to 0; the row sums above count them all.
+    // 4. Dropout sets weights to 0; the row sums of step 3 count them all.
     if constexpr (HAS_DROPOUT) {
       for_each_kept<false, ROWS, COLUMNS>(dropout, first_row, first_key, [&](int r, int c, bool kept) {
         if (!kept) x[r][c] = 0;
       });
     }
-    // 5. O += P V, while the next queries and keys are fetched.
+    // 5. The products P V are added to O, while the next queries and keys are fetched.
     write_transposed(shared.weights, x);
     if (masked) __syncthreads();
     multiply_rows<BLOCK_N>(out, buffers, shared.weights, value_chunk, v, first_key, masked ? shared.seen : nullptr,

@@ -1,6 +1,7 @@
-// Weights P and gradients dS of one tile for the portable gradient kernels: FlashAttention-2 (Dao 2023), Algorithm 2,
-// lines 10 to 14. portable/backward_dq.cu, portable/backward_dkv.cu and portable/bias_gradient.cuh differ only in which
-// tiles they visit and which sums they keep; dropout and the derivatives of scores are applied here.
+// This header computes the weights P and gradients dS of one tile for the portable gradient kernels: FlashAttention-2
+// (Dao 2023), Algorithm 2, lines 10 to 14. portable/backward_dq.cu, portable/backward_dkv.cu and
+// portable/bias_gradient.cuh differ only in which tiles they visit and which sums they keep; dropout and the
+// derivatives of scores are applied here.
 #include "tile.cuh"
 #include "../fragment/softmax.cuh"
 
@@ -24,12 +25,12 @@ struct RuleTile {
   DEVICE Accum at(int r, int c) const { return HAS_SCORE_MOD ? x[HAS_SCORE_MOD ? r : 0][HAS_SCORE_MOD ? c : 0] : 0; }
 };
 
-// NoTerms is what compute() tells of the gradients of scores where no operand wants them.
+// NoTerms takes the terms of compute() where no operand's gradient is wanted, and does nothing.
 struct NoTerms {
   DEVICE void operator()(const Score& score, Accum before, Accum ds, int i, int j) {}
 };
 
-// GradientTile is one (sequence, query head) as the gradient kernels read it. TRANSPOSED: tiles are keys x queries,
+// GradientTile is one (sequence, query head) as the gradient kernels read it. Tiles are keys x queries with TRANSPOSED,
 // else queries x keys.
 template <bool TRANSPOSED>
 struct GradientTile {
@@ -68,9 +69,10 @@ struct GradientTile {
   }
 
   // compute() finds the weights and gradients of one tile. `dropped` becomes P after dropout, not rescaled, for dv;
-  // `ds` becomes the gradient of the scores before the user's own rule, from which `derivatives` makes that of the
-  // products; `terms` is told that of the scores behind it. `seen` is cleared before, and complete behind the next
-  // barrier if masked. The caller has called fetch(); `next` starts to fetch what follows.
+  // `ds` becomes the gradient of the scores before the user's own rule, from which `derivatives` makes the gradient of
+  // the products; `terms` is called with the gradient of each score behind the rule. The caller has cleared `seen`,
+  // which is complete behind the next barrier if masked, and has called fetch(); `next` starts to fetch the operands
+  // that follow.
   template <int SIZE, int ROWS, int COLUMNS, class Next, class Terms = NoTerms>
   DEVICE void compute(Accum (&dropped)[ROWS][COLUMNS], Accum (&ds)[ROWS][COLUMNS],
                       TileDerivatives<ROWS, COLUMNS>& derivatives, Buffers<SIZE>& buffers,

@@ -1,5 +1,6 @@
-// The gradients of operands by float additions in any order: TermSums adds what is next to each other by itself, as an
-// operand with an element a head would have all threads wait for one address. It is `terms` of backward_operands.cuh.
+// This header sums the gradients of operands by float additions in any order. TermSums first adds up the consecutive
+// terms of one element in a register, because all threads would wait for one address where an operand has one element
+// for each head. The header is `terms` of backward_operands.cuh.
 #include "gradient_tile.cuh"
 
 struct TermSums {
@@ -25,7 +26,7 @@ struct TermSums {
     sum[n] += term;
   }
 
-  // finish() adds what is left; a warp whose threads all have one element adds once.
+  // finish() adds the sums that are left in registers; a warp whose threads all have one element adds once.
   DEVICE void finish() {
 #pragma unroll
     for (int n = 0; n < NUM; n++) {

@@ -1,7 +1,7 @@
-// Tiles of the portable kernels, which use no tensor cores and run on every GPU and dtype: products by plain
-// multiply-adds, with operands streamed through two buffers in shared memory. A block is 16 x 16 threads. In a tile of
-// R x C elements thread (r, c) owns R/16 rows and C/16 columns. Their indices come in pairs {i, i ^ 8}, which is what a
-// call of dropout's generator decides on at once (rules/dropout.cuh). portable/forward.cu and
+// This header has the tiles of the portable kernels, which use no tensor cores and run on every GPU and dtype. Products
+// are plain multiply-adds, whose operands stream through two buffers in shared memory. A block is 16 x 16 threads. In a
+// tile of R x C elements thread (r, c) owns R/16 rows and C/16 columns. Their indices come in pairs {i, i ^ 8}, because
+// one call of dropout's generator decides on both (rules/dropout.cuh). portable/forward.cu and
 // portable/gradient_tile.cuh build on it.
 #include "../rules/hook.cuh"
 #include "../rules/dropout.cuh"
@@ -13,8 +13,9 @@ constexpr int PAD = ALIGNMENT / sizeof(Accum);
 // the number of terms of a sum.
 constexpr bool SUMS_TILES = SUM_COLUMNS > 0;
 
-// slice_begin() is the first column of the results that the thread block computes. Of results that are wider than the
-// widest kernel it has one slice, for which it computes the scores anew; blockIdx.y numbers the slices.
+// slice_begin() is the first column of the results that the thread block computes. Results that are wider than the
+// widest kernel are cut into slices, for each of which a thread block computes the scores anew; blockIdx.y numbers the
+// slices.
 DEVICE int slice_begin() { return SLICE_COLUMNS == 0 ? 0 : blockIdx.y * SLICE_COLUMNS; }
 
 DEVICE int thread_row() { return threadIdx.x / SIDE; }
@@ -202,7 +203,7 @@ struct ChunkPair {
 };
 
 // multiply_transposed() computes x[r][c] += sum over k of a[first_a + r][k] * b[first_b + c][k]. The caller has fetched
-// the first chunk; `next` starts to fetch what is needed behind this product, when the last chunk has arrived.
+// the first chunk; `next` starts to fetch the operands of the next product when the last chunk has arrived.
 template <int SIZE, int ROWS, int COLUMNS, class Source, class Next>
 DEVICE void multiply_transposed(Accum (&x)[ROWS][COLUMNS], Buffers<SIZE>& buffers,
                                 ChunkPair<ROWS * SIDE, COLUMNS * SIDE>& pair, const Rows& a, int first_a,
@@ -300,8 +301,9 @@ DEVICE void write_rows(Element* data, i64 stride, int first, int used, int limit
   }
 }
 
-// score_tile() turns products into scores, -inf where hidden. TRANSPOSED: rows are keys, columns queries. In a masked
-// tile seen[column] becomes 1 where some row sees it; the caller has cleared it and synchronises before it is read.
+// score_tile() turns products into scores, -inf where hidden. With TRANSPOSED rows are keys and columns are queries. In
+// a masked tile seen[column] becomes 1 where some row sees it; the caller has cleared it and synchronises before it is
+// read.
 template <bool TRANSPOSED, int ROWS, int COLUMNS>
 DEVICE void score_tile(Accum (&x)[ROWS][COLUMNS], const Score& score, const Mask& mask, int first_row, int first_column,
                        bool masked, u8* seen) {

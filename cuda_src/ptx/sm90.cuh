@@ -231,7 +231,9 @@ DEVICE void forget(float& x) { asm volatile("" : "+f"(x)); }
 #define CUFLASH_D_64 CUFLASH_D_56, CUFLASH_D8(56)
 #define CUFLASH_D_96 CUFLASH_D_64, CUFLASH_D8(64), CUFLASH_D8(72), CUFLASH_D8(80), CUFLASH_D8(88)
 #define CUFLASH_D_128 CUFLASH_D_96, CUFLASH_D8(96), CUFLASH_D8(104), CUFLASH_D8(112), CUFLASH_D8(120)
-// P0 to P6 are the operands behind the R registers of d.
+// P0 to P6 are the operands behind the R registers of d. wgmma_e4m3_ss() and wgmma_e4m3_rs() multiply e4m3 codes: a is
+// 64 x 32, b is 32 x N, both with K contiguous; in registers a is laid out as for mma_m16n8k32_e4m3. The tensor cores
+// keep fewer bits of such a sum than float32 has.
 #define CUFLASH_WGMMA_SS(TYPE, N, R, P0, P1, P2, P3, P4)                                                       \
   asm volatile("{.reg .pred p; setp.ne.b32 p, " P2 ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE \
                "." TYPE " {" CUFLASH_NAMES_##R "}, " P0 ", " P1 ", p, 1, 1, " P3 ", " P4 ";}"                  \
@@ -242,21 +244,38 @@ DEVICE void forget(float& x) { asm volatile("" : "+f"(x)); }
                "." TYPE " {" CUFLASH_NAMES_##R "}, {" P0 ", " P1 ", " P2 ", " P3 "}, " P4 ", p, 1, 1, " P6 ";}" \
                : CUFLASH_D_##R                                                                                  \
                : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(int(accumulate)), "n"(TRANS_B))
-#define CUFLASH_WGMMA(N, R, P0, P1, P2, P3, P4, P5, P6)                                                         \
-  template <class T, int TRANS_A, int TRANS_B>                                                                  \
-  DEVICE void wgmma_ss(float (&d)[R], unsigned long long a, unsigned long long b, bool accumulate) {            \
-    if constexpr (is_bfloat16<T>)                                                                               \
-      CUFLASH_WGMMA_SS("bf16", N, R, P0, P1, P2, P3, P4);                                                       \
-    else                                                                                                        \
-      CUFLASH_WGMMA_SS("f16", N, R, P0, P1, P2, P3, P4);                                                        \
-  }                                                                                                             \
-  template <class T, int TRANS_B>                                                                               \
-  DEVICE void wgmma_rs(float (&d)[R], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned long long b, \
-                       bool accumulate) {                                                                       \
-    if constexpr (is_bfloat16<T>)                                                                               \
-      CUFLASH_WGMMA_RS("bf16", N, R, P0, P1, P2, P3, P4, P5, P6);                                               \
-    else                                                                                                        \
-      CUFLASH_WGMMA_RS("f16", N, R, P0, P1, P2, P3, P4, P5, P6);                                                \
+#define CUFLASH_WGMMA_E4M3_SS(N, R, P0, P1, P2)                                                \
+  asm volatile("{.reg .pred p; setp.ne.b32 p, " P2 ", 0; wgmma.mma_async.sync.aligned.m64n" #N \
+               "k32.f32.e4m3.e4m3 {" CUFLASH_NAMES_##R "}, " P0 ", " P1 ", p, 1, 1;}"          \
+               : CUFLASH_D_##R                                                                 \
+               : "l"(a), "l"(b), "r"(int(accumulate)))
+#define CUFLASH_WGMMA_E4M3_RS(N, R, P0, P1, P2, P3, P4, P5)                                                     \
+  asm volatile("{.reg .pred p; setp.ne.b32 p, " P5 ", 0; wgmma.mma_async.sync.aligned.m64n" #N                  \
+               "k32.f32.e4m3.e4m3 {" CUFLASH_NAMES_##R "}, {" P0 ", " P1 ", " P2 ", " P3 "}, " P4 ", p, 1, 1;}" \
+               : CUFLASH_D_##R                                                                                  \
+               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(int(accumulate)))
+#define CUFLASH_WGMMA(N, R, P0, P1, P2, P3, P4, P5, P6)                                                              \
+  template <class T, int TRANS_A, int TRANS_B>                                                                       \
+  DEVICE void wgmma_ss(float (&d)[R], unsigned long long a, unsigned long long b, bool accumulate) {                 \
+    if constexpr (is_bfloat16<T>)                                                                                    \
+      CUFLASH_WGMMA_SS("bf16", N, R, P0, P1, P2, P3, P4);                                                            \
+    else                                                                                                             \
+      CUFLASH_WGMMA_SS("f16", N, R, P0, P1, P2, P3, P4);                                                             \
+  }                                                                                                                  \
+  template <class T, int TRANS_B>                                                                                    \
+  DEVICE void wgmma_rs(float (&d)[R], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned long long b,      \
+                       bool accumulate) {                                                                            \
+    if constexpr (is_bfloat16<T>)                                                                                    \
+      CUFLASH_WGMMA_RS("bf16", N, R, P0, P1, P2, P3, P4, P5, P6);                                                    \
+    else                                                                                                             \
+      CUFLASH_WGMMA_RS("f16", N, R, P0, P1, P2, P3, P4, P5, P6);                                                     \
+  }                                                                                                                  \
+  DEVICE void wgmma_e4m3_ss(float (&d)[R], unsigned long long a, unsigned long long b, bool accumulate) {            \
+    CUFLASH_WGMMA_E4M3_SS(N, R, P0, P1, P2);                                                                         \
+  }                                                                                                                  \
+  DEVICE void wgmma_e4m3_rs(float (&d)[R], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned long long b, \
+                            bool accumulate) {                                                                       \
+    CUFLASH_WGMMA_E4M3_RS(N, R, P0, P1, P2, P3, P4, P5);                                                             \
   }
 CUFLASH_WGMMA(16, 8, "%8", "%9", "%10", "%11", "%12", "%13", "%14")
 CUFLASH_WGMMA(32, 16, "%16", "%17", "%18", "%19", "%20", "%21", "%22")

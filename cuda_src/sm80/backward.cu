@@ -5,6 +5,7 @@
 // columns of dv and dk. backward_rows.cu has the kernels before and behind; gradients.cuh is the version without
 // atomics, sm90/backward/backward.cu Hopper's.
 #include "../fragment/gradient_fragment.cuh"
+#include "../fragment/slope_sum.cuh"
 #include "gradient_rows.cuh"
 
 // DK_COLUMNS and DV_COLUMNS are the columns that a warp has; 32 stands for a result that is not computed, because
@@ -230,6 +231,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
         // 2. dP^T = V dO^T.
         multiply_rows<false>(dp, own_values, douts.from_row(query));
         u32 ds[FRAGMENTS][FRAGMENT / 2];
+        float dslope = 0;  // what these scores add to the slope's gradient, with its sign turned
 #pragma unroll
         for (int f = 0; f < FRAGMENTS; f++) {
           // 3. From both come P^T and dS^T.
@@ -247,7 +249,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
           }
           if (DERIVES_ADDRESSES && (masked || HIDES_BY_RULE))
             clear_hidden(dp[f], x[f]);  // a branch saves 64 selections
-          derivatives.differentiate(dp[f]);
+          derivatives.differentiate_rule(dp[f]);
+          if constexpr (WRITES_DSLOPES) dslope += SlopeSum(p, s, scores.row, scores.key).of(dp[f]);
+          derivatives.differentiate_cap(dp[f]);
           if constexpr (COMPUTES_DV) pack_kept(weights[f], x[f]);
           if constexpr (SHARES_WEIGHTS) shared_weights.from_row(warp_key + 16 * f).store_fragment(weights[f], query);
           pack(ds[f], dp[f]);
@@ -256,6 +260,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
         // 4. dV += P^T dO and dK += dS^T Q, with the warp's own queries.
         if constexpr (COMPUTES_DV) multiply_weights(dv, weights, douts.from_row(query), query_warp * DV_COLUMNS);
         multiply_weights(dk, ds, queries.from_row(query), query_warp * DK_COLUMNS);
+        if constexpr (WRITES_DSLOPES) {
+          const int place = key_tile(p, s, shared.work.tile, BLOCK_N) * NUM_WARPS + warp;
+          add_to_slope(p.dslope_rows.at(batch_of(p, s), place, step.head), dslope, -1);
+        }
       } else {
 #pragma unroll
         for (int f = 0; f < FRAGMENTS; f++) {

@@ -1,6 +1,6 @@
 // These kernels run before and behind sm80/backward.cu, for 16-bit inputs. backward_sm80_rows computes delta
-// (FlashAttention-2, Dao 2023, Algorithm 2, line 4) and makes the sums of dq 0; backward_sm80_dq converts dq from its
-// float32 sums.
+// (FlashAttention-2, Dao 2023, Algorithm 2, line 4) and makes the sums of dq and of the slopes' gradient 0;
+// backward_sm80_dq converts dq from its float32 sums.
 #include "gradient_rows.cuh"
 
 // LANES lanes share a row; a thread reads OWN_ROWS rows at once, so that their reads overlap.
@@ -32,6 +32,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) backward_sm80_rows(con
     if (s.batch >= 0 && threadIdx.x < TURNS) {
       p.dq_order[1 + query_tile(p, s, work.head, work.tile, BLOCK_M) * TURNS + threadIdx.x] = 0;
     }
+  }
+  if constexpr (WRITES_DSLOPES) {
+    const i64 sums = p.dslope_rows.head_stride * p.num_heads_q * (p.cu_seqlens_q == nullptr ? p.batch : 1);
+    const i64 first = static_cast<i64>(blockIdx.x) * NUM_THREADS + threadIdx.x;
+    for (i64 i = first; i < sums; i += static_cast<i64>(gridDim.x) * NUM_THREADS) p.dslope_rows.data[i] = 0;
   }
   if (first_row >= s.rows_q) return;
   const i64 batch = batch_of(p, s);

@@ -147,11 +147,17 @@ def attention_varlen(
 
 
 def _apply(inputs: Sequence[Any], return_lse: bool, options: Mapping[str, Any]) -> Any:
-    return_lse = check_bool("return_lse", return_lse)
     seed = options.get("dropout_seed")
     if isinstance(seed, (np.ndarray, np.generic)) and seed.dtype == np.uint64 and seed.size == 1:
         options = {**options, "dropout_seed": int(seed.item())}  # JAX would cut it to 32 bits
     form, arrays = form_of(inputs, options)
+    for name, x in (("return_lse", return_lse), *form.constants):
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(x)):
+            raise TypeError(
+                f"{name}: expected a value that is known when the function is traced, got a tracer: name its argument "
+                f"in static_argnames of jax.jit, or bind it by functools.partial"
+            )
+    return_lse = check_bool("return_lse", return_lse)
     arrays = [_jax_array(form.label(index), x) for index, x in enumerate(arrays)]
     _problem(form, arrays)
     with _in_reverse_mode():

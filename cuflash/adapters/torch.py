@@ -6,7 +6,8 @@ differentiate twice (double backward, a gradient penalty) is a NotImplementedErr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 try:
@@ -39,13 +40,14 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
-        out, _, *tensors = ctx.saved_tensors
+        saved = ctx.saved_tensors  # once: torch's checkpoints compute again what is unpacked, and refuse a second time
+        out, _, *tensors = saved
         differentiable = ctx.form.gradient_names(tensors)
         needed = [name for name, needs in zip(ctx.form.names, ctx.needs_input_grad[1:], strict=True) if needs]
         wanted = tuple([name for name in needed if name in differentiable])
         if dout is None:  # only lse was used
             dout = torch.zeros_like(out)
-        return None, *_Gradients.apply(ctx.form, wanted, dout, dlse, *ctx.saved_tensors)
+        return None, *_Gradients.apply(ctx.form, wanted, dout, dlse, *saved)
 
 
 class _Gradients(torch.autograd.Function):
@@ -185,6 +187,24 @@ def attention_varlen(
 
 
 def _apply(inputs: Sequence[Any], return_lse: bool, options: Any) -> Any:
+    return _untraced()(inputs, return_lse, options)
+
+
+def _untraced() -> Callable[..., Any]:
+    """Return `_run` as torch.compile calls it: between two graphs, without looking inside.
+
+    Where nothing has loaded the compiler yet nothing is compiled, and to load it would take longer than torch itself.
+    """
+    global _disabled
+    if _disabled is None and "torch._dynamo" in sys.modules:
+        _disabled = torch.compiler.disable(_run)
+    return _disabled or _run
+
+
+_disabled: Callable[..., Any] | None = None
+
+
+def _run(inputs: Sequence[Any], return_lse: bool, options: Any) -> Any:
     return_lse = check_bool("return_lse", return_lse)
     form, tensors = form_of(inputs, options)
     out, lse = _Attention.apply(form, *tensors)

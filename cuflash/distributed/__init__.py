@@ -28,3 +28,8 @@ __all__ = [
     "ulysses_attention_vjp",
     "unshard",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names alone, so that completion shows nothing else."""
+    return sorted(__all__)

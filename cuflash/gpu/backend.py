@@ -7,6 +7,7 @@ from cuflash.gpu import ahead, convert, own_rules, rule_blocks
 from cuflash.gpu import portable as gpu_portable
 from cuflash.gpu import sm80 as gpu_sm80
 from cuflash.gpu import sm90 as gpu_sm90
+from cuflash.gpu import sm90_fp8 as gpu_sm90_fp8
 from cuflash.gpu import split as gpu_split
 from cuflash.gpu.append import append
 from cuflash.gpu.launch import Work
@@ -46,7 +47,11 @@ def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Arra
         ahead.forward(work, _forward)
         rule_blocks.find(work)
         _forward(work)
-    elif not (gpu_sm80.fp8_forward(work) or (_may_write_wide(problem) and gpu_sm90.forward(work))):
+    elif not (
+        gpu_sm90_fp8.forward(work)
+        or gpu_sm80.fp8_forward(work)
+        or (_may_write_wide(problem) and gpu_sm90.forward(work))
+    ):
         own = convert.widened(work)
         _forward(own)
         convert.narrow(work, {"out": own.arrays["out"]}, {"out": out})

@@ -1,6 +1,6 @@
 """The parameter struct of a launch, AttentionParams: its members, and their values for a problem.
 
-This is its only description: `cuda.struct` makes the C++ members and the NumPy dtype from it.
+Nothing else describes the struct: `cuda.struct` makes the C++ members and the NumPy dtype from this module.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from cuflash.rules.to_cuda import type_of
 
 Arrays = dict[str, Array]
 
-MOST_AXES = 8  # of a part of an operand's gradient that one launch writes, folded
-MOST_BYTES = 4096  # of a kernel's parameters, tensor maps not counted
+# MOST_AXES is the number of folded axes that a part of an operand's gradient may have which one launch writes.
+MOST_AXES = 8
+# MOST_BYTES bounds a kernel's parameters; tensor maps are not counted.
+MOST_BYTES = 4096
 
 OPERAND_PARAMS = "operand_params"
 
-# These are Tensor and ScoreTensor of cuda_src/params.cuh; strides are in elements.
+# The two dtypes are Tensor and ScoreTensor of cuda_src/params.cuh; strides are in elements.
 _TENSOR = np.dtype([("data", "u8"), ("batch_stride", "i8"), ("row_stride", "i8"), ("head_stride", "i8")])
 _SCORE_TENSOR = np.dtype(
     [
@@ -71,7 +73,11 @@ _TENSORS = (
     _tensor("lse", "Accum", "(batch, num_heads_q, seqlen_q), the natural log-sum-exp of a row's scores"),
     _tensor("dlse", "const Accum", "like lse, or null"),
     _tensor("delta", "Accum", "like lse: rowsum(dout * out) - dlse"),
-    _tensor("dslope_rows", "Accum", "like lse: what each row adds to the slopes' gradient, or null"),
+    _tensor(
+        "dslope_rows",
+        "Accum",
+        "like lse: what each row adds to the slopes' gradient, or what each sum of a tile of keys does; or null",
+    ),
     _tensor(
         "out_splits",
         "Accum",
@@ -83,7 +89,17 @@ _TENSORS = (
     _tensor("dk_rows", "Element", "like k_rows: gradients that are summed to dk, of a pool's shape; or null"),
     _tensor("dv_rows", "Element", "likewise for dv"),
 )
-# These stand behind all other members, whose places other kernels keep.
+# The list of work stands behind all other members, so that those keep their offsets in kernels without a list.
+_OF_WORK_LIST = (
+    _pointer("work_entries", "int", "entries behind their number, in any order of tiles; or null: there is no list"),
+    _pointer("cut_tiles", "int", "tiles whose keys several entries share"),
+    _pointer("tile_keys", "int", "(num_tiles, 4): the keys of each tile slot"),
+    _pointer("part_outs", "Accum", "(most_parts, num_heads_kv, BLOCK_M, HEAD_DIM_V): results of entries that share"),
+    _pointer("part_lses", "Accum", "(most_parts, num_heads_kv, BLOCK_M): their log-sum-exps"),
+    _integer("num_multiprocessors", "of the device"),
+    _integer("steps_of_entry", "what a tile of queries costs besides its tiles of keys, as so many of these"),
+)
+# The scales stand behind all other members, so that those keep their offsets in kernels without scales.
 _SCALES = tuple(
     _tensor(f"{name}_scale", "const float", f"(batch, seqlen, heads) of {name}'s e4m3 codes, or null: all are 1")
     for name in ("q", "k", "v")
@@ -195,11 +211,12 @@ PARAMS = Struct(
         _integer("page_size"),
         _integer("max_pages"),
         _integer("table_stride", "of block_table's rows, in elements"),
-        _integer("num_tiles", "the tiles of one batch_head; packed: the tile slots of one head (packed_work)"),
+        _integer("num_tiles", "the tiles of one batch_head; packed: the tile slots of one head (tile_slot)"),
         _integer("num_query_tiles", "the tiles of queries, where num_tiles counts tiles of keys"),
         _integer(
             "splits",
-            "how many thread blocks share the loop behind one tile of dbias, or of queries, or of keys",
+            "how many thread blocks share the loop behind one tile of dbias, or of queries, or of keys; "
+            "how many sums of dslope_rows a tile of keys has",
         ),
         _integer("head_splits", "into how many of these the query heads of a group are dealt"),
         _integer(
@@ -214,15 +231,16 @@ PARAMS = Struct(
         *(_long(f"doperand_size_{axis}") for axis in range(MOST_AXES)),
         *(_long(f"doperand_stride_{axis}", "in elements") for axis in range(MOST_AXES)),
         *_SCALES,
+        *_OF_WORK_LIST,
     ],
 )
 
 
 @kept
 def struct_of(rules: Rules) -> Struct:
-    """The struct of a kernel with these rules: `PARAMS`, and behind it what the rules read of each operand.
+    """Return the struct of a kernel with these rules: `PARAMS`, then the members that the rules read of each operand.
 
-    What does not fit lies in device memory, as an `operand_struct`, of which a pointer stands there.
+    Members that do not fit lie in device memory as an `operand_struct`, and the struct ends in a pointer to it.
     """
     if operand_struct(rules) is not None:
         return PARAMS.extended([_pointer(OPERAND_PARAMS, "const OperandParams", "what the rules read of each operand")])
@@ -232,7 +250,7 @@ def struct_of(rules: Rules) -> Struct:
 
 @kept
 def operand_struct(rules: Rules) -> Struct | None:
-    """What rules read of each operand, where it does not fit a kernel's parameters; else None."""
+    """Return the struct of all operands where its members do not fit a kernel's parameters; else None."""
     members = _operand_members(rules)
     fits = PARAMS.extended(members).dtype.itemsize <= MOST_BYTES
     return None if fits else Struct("OperandParams", members)
@@ -251,9 +269,9 @@ def _operand_members(rules: Rules) -> list[Member]:
 
 TENSORS = tuple(member.name for member in (*_TENSORS, *_SCALES))
 SCORE_TENSORS = tuple(member.name for member in _SCORE_TENSORS)
-POINTERS = tuple(member.name for member in _POINTERS)
+POINTERS = tuple(member.name for member in (*_POINTERS, *_OF_WORK_LIST) if member.cpp_type.endswith("*"))
 
-# A bound beyond every index, to which an index can be added without overflow.
+# _UNBOUNDED lies beyond every index, and an index can be added to it without overflow.
 _UNBOUNDED = 1 << 30
 _NO_LIMIT = (1 << 31) - 1
 _BOTH_HALVES = 0x10001  # the factor that copies a half word into both halves of a word
@@ -261,13 +279,13 @@ _PER_ROW = ("lse", "dlse", "delta", "dslope_rows", "lse_splits")
 
 
 def word_of(name: str, rules: Rules = NO_RULES) -> int:
-    """The index in `launch.Words` of the pointer (or seed) `name` in the struct."""
+    """Return the index in `launch.Words` of the pointer (or seed) `name` in the struct."""
     member = "doperand" if name.startswith("doperand_") else name
     return struct_of(rules).offset(member) // 8
 
 
 def fixed_params(problem: AttentionProblem, arrays: Arrays, rules: Rules = NO_RULES) -> np.ndarray:
-    """The struct of a launch of a kernel with `rules`, in which pointers and the seed are still 0."""
+    """Return the struct of a launch of a kernel with `rules`, in which pointers and the seed are still 0."""
     params = np.zeros(1, struct_of(rules).dtype)
     p = params[0]
     for name in TENSORS:
@@ -310,7 +328,7 @@ def fixed_params(problem: AttentionProblem, arrays: Arrays, rules: Rules = NO_RU
 
 
 def num_key_splits(problem: AttentionProblem, arrays: Arrays) -> int:
-    """The number of splits of the keys; those of packed sequences are a leading axis, where there are several."""
+    """Return the number of splits of the keys, which are a leading axis of packed results where there are several."""
     x = arrays.get("out_splits")
     if x is None or (problem.packed and x.ndim == 3):
         return 1
@@ -318,7 +336,7 @@ def num_key_splits(problem: AttentionProblem, arrays: Arrays) -> int:
 
 
 def begins_of_operands(problem: AttentionProblem) -> tuple[dict[str, int], int]:
-    """The first element of each operand's gradient among the sums of all, and how many these are."""
+    """Return the first element of each operand's gradient among the sums of all operands, and the number of sums."""
     begins, total = {}, 0
     for name in problem.operand_grads:
         begins[name] = total
@@ -356,7 +374,7 @@ def _fill_operands(p: np.void, problem: AttentionProblem, arrays: Arrays, rules:
 
 
 def describe_operands(p: np.void, problem: AttentionProblem, arrays: Arrays, rules: Rules) -> None:
-    """Fill in what rules read of each operand, but for the pointers."""
+    """Fill in the members that rules read of each operand, except for the pointers."""
     begins, _ = begins_of_operands(problem)
     for number, (_, rank) in enumerate(rules.operands):
         name = operand_name(number)
@@ -369,7 +387,7 @@ def describe_operands(p: np.void, problem: AttentionProblem, arrays: Arrays, rul
 
 
 def num_splits(arrays: Arrays) -> int:
-    """The number of splits whose partial sums make dbias."""
+    """Return the number of splits whose partial sums make dbias."""
     return arrays["dbias_splits"].shape[0] if "dbias_splits" in arrays else 1
 
 
@@ -378,11 +396,12 @@ def _batch_stride(slopes: Array | None) -> int:
 
 
 def _tensor_strides(name: str, x: Array, packed: bool) -> tuple[int, int, int]:
-    """Strides (batch, row, head) in elements; 0 on axes of size 1."""
-    strides = [0 if n == 1 else s // x.dtype.itemsize for n, s in zip(x.shape, x.strides, strict=True)]
+    """Return the strides (batch, row, head) in elements; 0 on axes of size 1 of arrays whose strides tell no size."""
+    is_read = name != "dslope_rows"
+    strides = [0 if n == 1 and is_read else s // x.dtype.itemsize for n, s in zip(x.shape, x.strides, strict=True)]
     if name in _PER_ROW:
         packed = packed and len(strides) < 3  # splits are an axis of their own
         return (0, strides[1], strides[0]) if packed else (strides[0], strides[2], strides[1])
-    # So they are here. Pools of pages have all axes, as have their scales but the last.
+    # The strides stand in this order here. Pools of pages have all four axes, and their scales the first three.
     packed = packed and len(strides) < (3 if name in SCALES else 4)
     return (0, strides[0], strides[1]) if packed else (strides[0], strides[1], strides[2])

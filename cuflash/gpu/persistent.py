@@ -107,7 +107,7 @@ def _tiled(problem: AttentionProblem, box: Box, x: Array) -> _Tiled:
         if box.heads_first and shape[1] == 1:  # every head has the same rows
             shape, strides = (shape[0], problem.num_heads_q, *shape[2:]), (strides[0], 0, *strides[2:])
     else:  # the shape is (batch, seqlen, num_heads, head_dim)
-        dtype, order = problem.dtype, (3, 1, 2, 0)
+        dtype, order = "uint8" if x.dtype.itemsize == 1 else problem.dtype, (3, 1, 2, 0)
     if box.heads_first:
         order = (order[0], order[2], order[1], order[3])
     axes = list(zip(shape[:-1], strides[:-1], strict=True))

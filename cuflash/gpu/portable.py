@@ -16,8 +16,8 @@ from cuflash.plan.portable import PortableConfig, key_kernels, plan, types_of
 from cuflash.problem.attention_problem import Array, AttentionProblem
 
 _FILE = "around/reduce"
-_SUM_THREADS = 256  # threads of a thread block of its kernels
-SUM_ROWS = _SUM_THREADS // WARP  # rows of a thread block where a warp has one
+_SUM_THREADS = 256  # threads of a thread block of the kernels in _FILE
+SUM_ROWS = _SUM_THREADS // WARP  # rows of a thread block whose warps have a row each
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,10 @@ class Bias(Kernel):
     orders_bits = False
 
     def axes(self, problem: AttentionProblem) -> list[tuple[int, int]]:
-        """(tiles, tiles of scores that each of them sums) for each axis of dbias: see Axis of around/bias_range.cuh."""
+        """Return (tiles, tiles of scores that each of them sums) for each axis of dbias.
+
+        Axis of around/bias_range.cuh is its counterpart in the kernel.
+        """
         assert problem.bias is not None
         scores = (problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k)
         blocks = (1, 1, self.config.block_m, self.config.block_n)
@@ -60,11 +63,11 @@ class Bias(Kernel):
         ]
 
     def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
-        """Numbers of tiles: (0, as they are no head's, and in all)."""
+        """Return the numbers of tiles: (0, as they are no head's, and in all)."""
         return 0, math.prod(tiles for tiles, _ in self.axes(problem)) * num_splits(arrays)
 
     def splits(self, problem: AttentionProblem, at_once: int) -> int:
-        """The number of splits of each sum, so that a small dbias fills a GPU that runs `at_once` thread blocks."""
+        """Return the number of splits of each sum with which a small dbias fills a GPU of `at_once` thread blocks."""
         tiles, summed = (math.prod(counts) for counts in zip(*self.axes(problem), strict=True))
         return min(max(2 * at_once // max(tiles, 1), 1), max(summed, 1))
 
@@ -76,10 +79,13 @@ class WithoutTiles(Kernel):
     visits_tiles = False
 
 
-def constants_of_sums(config: KernelConfig) -> dict[str, str | int]:
-    """The constants of around/reduce.cu, whose kernels know no options."""
+def constants_of_sums(config: KernelConfig, slope_keys: int = 0) -> dict[str, str | int]:
+    """Return the constants of around/reduce.cu, whose kernels know no options.
+
+    `slope_keys` are those of `SlopeSums`.
+    """
     types = {name: getattr(config, name) for name in ("element", "accum", "bias_element")}
-    return types | {"threads": _SUM_THREADS}
+    return types | {"threads": _SUM_THREADS, "slope_keys": slope_keys}
 
 
 @dataclass(frozen=True)
@@ -89,7 +95,7 @@ class Sum(WithoutTiles):
     threads = _SUM_THREADS
 
     def load(self, device: cuda_device.Device) -> cuda_device.LoadedKernel:
-        """The compiled kernel, which all configurations of the same types share."""
+        """Load the compiled kernel, which all configurations of the same types share."""
         return load(_FILE, self.entry, constants_of_sums(self.config), device)
 
 
@@ -114,6 +120,33 @@ class Reduce(Sum):
         return 0, (arrays["dsink"] if "dsink" in arrays else arrays["dalibi_slopes"]).size
 
 
+@dataclass(frozen=True)
+class SlopeSums(Reduce):
+    """The kernel that adds up the gradient of ALiBi's slopes over sums of tiles of keys."""
+
+    keys: int = 0  # of a tile
+    sums: int = 0  # of a tile of keys, for each query head
+
+    def load(self, device: cuda_device.Device) -> cuda_device.LoadedKernel:
+        """The compiled kernel for tiles of so many keys."""
+        return load(_FILE, self.entry, constants_of_sums(self.config, self.keys), device)
+
+    def numbers(self, problem: AttentionProblem) -> dict[str, int]:
+        """Return how many sums a tile has."""
+        return {"splits": self.sums}
+
+    def empty(self, work: Work) -> Array:
+        """Allocate the sums, which the kernel before the gradients makes 0."""
+        problem = work.problem
+        tiles = num_tiles(problem, problem.seqlen_k, self.keys)
+        return work.empty((*problem.lse_shape[:-1], tiles * self.sums), problem.accum_dtype)
+
+
+def slope_sums(problem: AttentionProblem, keys: int, sums: int) -> SlopeSums:
+    """Return the kernel that adds up `sums` of each tile of so many keys."""
+    return SlopeSums("reduce_slopes", types_of(problem), keys, sums)
+
+
 def _tiles(work: Work, planned: str, entry: str = "") -> Tiles:
     """Return the kernel that is `planned` under an entry, or the other `entry` of its configuration."""
     configs = plan(work.problem, planned, work.device.smem_limit)
@@ -122,13 +155,13 @@ def _tiles(work: Work, planned: str, entry: str = "") -> Tiles:
 
 
 def forward(work: Work) -> bool:
-    """Write out and lse; always True, as the portable kernels take every problem."""
+    """Write out and lse. Return True, because the portable kernels take every problem."""
     work.run(_tiles(work, "forward"), work.arrays)
     return True
 
 
 def paged_forward(work: Work) -> bool:
-    """`forward` that reads pages where they lie; always True."""
+    """Do as `forward` does, but read pages where they lie. Return True."""
     work.run(_tiles(work, "forward", "paged_forward"), work.arrays)
     return True
 
@@ -161,7 +194,7 @@ def gradients(work: Work, grads: Arrays) -> None:
 
 
 def gradient_of_bias(work: Work, array: Array, kernel: Bias, blocks: int = 1) -> None:
-    """Write the gradient of a bias to `array`; a multiprocessor holds so many `blocks` of the kernel."""
+    """Write the gradient of a bias to `array`. A multiprocessor holds `blocks` thread blocks of the kernel."""
     dbias = {"dbias": array}
     splits = kernel.splits(work.problem, work.device.num_sms * blocks)
     if splits > 1:
@@ -172,7 +205,7 @@ def gradient_of_bias(work: Work, array: Array, kernel: Bias, blocks: int = 1) ->
 
 
 def rows_of_slopes(work: Work, grads: Arrays) -> Arrays:
-    """Scratch memory for each row's share of the slopes' gradient, if that is wanted."""
+    """Return scratch memory for each row's share of the slopes' gradient, if that is wanted."""
     if "alibi_slopes" not in grads:
         return {}
     return {"dslope_rows": work.empty(work.problem.lse_shape, work.problem.accum_dtype)}

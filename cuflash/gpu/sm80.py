@@ -14,8 +14,9 @@ from cuflash.gpu import split as gpu_split
 from cuflash.gpu.launch import Kernel, Work, batch_heads, num_tiles
 from cuflash.gpu.params import Arrays, num_key_splits
 from cuflash.plan import sm80_backward, sm80_forward, sm80_fp8, sm80_kinds, sm80_splits, sm80_wide
+from cuflash.plan.record import Capability
 from cuflash.plan.sm80_backward import DQ, MAIN, ROWS, Sm80BackwardConfig
-from cuflash.plan.sm80_forward import Capability, Sm80QueryConfig
+from cuflash.plan.sm80_forward import Sm80QueryConfig
 from cuflash.problem.attention_problem import AttentionProblem
 
 
@@ -139,12 +140,14 @@ def fp8_forward(work: Work) -> bool:
 
 
 def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
-    """Write dk, dv and delta, and dq unless there is a block mask and its bits must repeat.
+    """Write dk, dv and delta, and dq and the slopes' gradient unless there is a block mask and bits must repeat.
 
     The result are the gradients that are left, or None where another family runs.
     """
     problem, arrays = work.problem, work.arrays
-    passes = sm80_backward.backward(*_place(work, "q", "k", "v", "dout", "out"))
+    # The kernel for dq in the order of keys has the slopes' gradient, too. Without queries nobody would clear sums.
+    dslopes = "alibi_slopes" in grads and not (problem.deterministic and problem.block_mask) and problem.seqlen_q > 0
+    passes = sm80_backward.backward(*_place(work, "q", "k", "v", "dout", "out"), dslopes=dslopes)
     kernels = work.chosen_pass([tuple(_Gradient(MAIN, config) for config in each) for each in passes])
     if not kernels:
         return None
@@ -158,16 +161,20 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
             if first.deterministic:
                 of_queries["dq_order"] = work.empty((1 + tiles * first.turns,), np.int32)
         del others["q"]
-    work.run(_Gradient(ROWS, sm80_backward.of_rows(first, ROWS)), with_dlse | of_queries)
+    slopes = gpu_portable.slope_sums(problem, first.block_n, first.num_warps)
+    of_slopes = {"dslope_rows": slopes.empty(work)} if first.writes_dslopes else {}
+    work.run(_Gradient(ROWS, sm80_backward.of_rows(first, ROWS)), with_dlse | of_queries | of_slopes)
     inputs = {name: x for name, x in arrays.items() if name != "out"}
     for kernel in kernels:
-        sums = of_queries if kernel.config.computes_dk else {}
+        sums = of_queries | of_slopes if kernel.config.computes_dk else {}
         computed = (("k", kernel.config.computes_dk), ("v", kernel.config.computes_dv))
         of_keys = {f"d{name}": grads[name] for name, here in computed if here and name in grads}
         if of_keys or sums:
             work.run(kernel, inputs | sums | of_keys)
     if of_queries:
         work.run(_Gradient(DQ, sm80_backward.of_rows(first, DQ)), inputs | of_queries | {"dq": grads["q"]})
+    if of_slopes:
+        work.run(slopes, arrays | of_slopes | {"dalibi_slopes": others.pop("alibi_slopes")})
     return others
 
 

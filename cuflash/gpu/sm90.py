@@ -9,19 +9,19 @@ import numpy as np
 
 from cuflash import hardware
 from cuflash.cuda import device as cuda_device
-from cuflash.gpu import key_splits, query_splits
+from cuflash.gpu import key_splits, query_splits, work_list
 from cuflash.gpu.launch import ExtraArguments, Kernel, Work, batch_heads, num_tiles
 from cuflash.gpu.pages import check_rows
 from cuflash.gpu.params import SCORE_TENSORS, Arrays, num_key_splits
 from cuflash.gpu.persistent import Box, Persistent
-from cuflash.gpu.portable import WithoutTiles
+from cuflash.gpu.portable import WithoutTiles, slope_sums
 from cuflash.hardware import ALIGNMENT, HALF_BYTES, WARP
 from cuflash.plan import sm90_backward, sm90_forward, sm90_grid
 from cuflash.plan.sm90_forward import Layout, Sm90ForwardConfig
 from cuflash.plan.sm90_query_splits import WHOLE_QUERIES, QuerySplits, splits_of
 from cuflash.problem.attention_problem import Array, AttentionProblem
 
-# Up to so many query tiles, the kernel before the gradients ends sooner if it runs on all multiprocessors alone.
+# The kernel before the gradients ends sooner by itself on all multiprocessors if there are no more query tiles.
 _FEW_TILES = 1024
 
 
@@ -32,20 +32,22 @@ class Forward(Kernel):
     config: Sm90ForwardConfig
 
     def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
-        """Numbers of tiles: (of one head, in all); each split of the keys has its own."""
+        """Return the numbers of tiles: (of one head, in all); each split of the keys has its own."""
         tiles = num_tiles(problem, problem.seqlen_q, self.config.queries_of_tile(problem))
         total = tiles * batch_heads(problem, self.config.num_heads(problem))
+        if self.config.has_work_list:  # the device knows how many entries there are
+            return tiles, len(arrays["work_entries"]) * problem.num_heads_kv
         return tiles, total * num_key_splits(problem, arrays)
 
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
-        """The number of heads whose tiles are mixed, which is the order of tiles."""
+        """Return the number of heads whose tiles are mixed, which is the order of tiles."""
         config = self.config
         return {"num_grouped_heads": sm90_grid.num_grouped_heads(problem, config.block_m, config.packs_heads)}
 
     def extra_arguments(
         self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int
     ) -> Persistent:
-        """Tensor maps of the arrays that TMA reads and writes."""
+        """Return the tensor maps of the arrays that TMA reads and writes."""
         config, n = self.config, self.config.block_n
         rows, heads = config.block_m, 1
         if config.packs_heads:
@@ -82,6 +84,11 @@ def forward(work: Work) -> bool:
     kernel = _first_forward(work, config)
     if kernel is None:
         return False
+    if kernel.config.has_work_list:
+        listed = work_list.find(work, kernel.config)
+        work.run(kernel, work.arrays | listed)
+        work_list.merge(work, kernel.config, listed)
+        return True
     work.run(kernel, work.arrays | partials)
     if partials:
         key_splits.merge(work, partials, sm90_grid.merges_by_rows(work.problem, num_splits))
@@ -89,7 +96,7 @@ def forward(work: Work) -> bool:
 
 
 def paged_forward(work: Work) -> bool:
-    """`forward` that reads pages where they lie."""
+    """Do as `forward` does, but read pages where they lie."""
     if not work.device.has_wgmma:
         return False
     check_rows(work.problem)
@@ -110,7 +117,7 @@ def _wide_forward(work: Work, config: Sm90ForwardConfig) -> bool:
 def _first_forward(work: Work, config: Sm90ForwardConfig) -> Forward | None:
     """Return the kernel of a configuration, or one with a smaller tile where that spills registers.
 
-    There is none where another family runs, as `Work.chosen_pass` says.
+    The result is None where another family runs, as `Work.chosen_pass` says.
     """
     hides = sm90_forward.may_hide_queries(work.problem)
     found = [replace(each, hides_queries=hides) for each in sm90_forward.candidates(work.problem, config)]
@@ -118,13 +125,13 @@ def _first_forward(work: Work, config: Sm90ForwardConfig) -> Forward | None:
 
 
 def _is_out_expressible(work: Work) -> bool:
-    """A tensor map can describe the result, so that TMA writes it."""
+    """Tell whether a tensor map can describe the result, so that TMA writes it."""
     layouts = work.layouts(("out",))
     return layouts is not None and sm90_forward.expressible(*layouts[0])
 
 
 def _layout(work: Work, x: Array | None) -> Layout | None:
-    """Strides and shape of an array; None where there is none, or where TMA cannot take its address."""
+    """Return strides and shape of an array; None without an array, or where TMA cannot take its address."""
     return None if x is None or work.device.pointer(x) % ALIGNMENT else (x.strides, x.shape)
 
 
@@ -142,11 +149,11 @@ class _OfQueries(WithoutTiles):
 
     @property
     def begins_early(self) -> bool:
-        """The kernel begins early: its blocks are ready when the kernel before ends."""
+        """Tell whether the kernel begins early: its blocks are ready when the kernel before ends."""
         return self.entry != sm90_backward.ROWS
 
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
-        """The number of query tiles, by which sums of dq are laid out, and of splits of the queries."""
+        """Return the numbers of query tiles, by which sums of dq are laid out, and of splits of the queries."""
         tiles = num_tiles(problem, problem.seqlen_q, self.config.block_m)
         return {"num_query_tiles": tiles, "splits": self.splits.in_all, "head_splits": self.splits.of_heads}
 
@@ -158,7 +165,7 @@ class BeforeGradients(_OfQueries):
     def extra_arguments(
         self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int
     ) -> Persistent:
-        """Tensor maps of the arrays that TMA reads."""
+        """Return the tensor maps of the arrays that TMA reads."""
         m, blocks = self.config.block_m, arrays["rows_ready"].size if "rows_ready" in arrays else device.num_sms
         return Persistent(problem, [Box("dout", m), Box("out", m)], arrays, device, tiles, takers=blocks)
 
@@ -170,32 +177,32 @@ class Dq(_OfQueries):
     def extra_arguments(
         self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int
     ) -> ExtraArguments:
-        """No arguments, and as many thread blocks as run at once."""
+        """Return a grid of as many thread blocks as run at once, and no arguments."""
         return ExtraArguments((min(tiles, device.num_sms),))
 
 
 @dataclass(frozen=True)
 class Gradients(_OfQueries):
-    """The main kernel: the gradients of scores, and what they are multiplied to: dq, dk, dv."""
+    """The main kernel, which computes the gradients of scores and their products dq, dk and dv."""
 
     visits_tiles = of_keys = True
 
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
-        """The numbers of query tiles and splits, and of heads whose tiles are mixed."""
+        """Return the numbers of query tiles and splits, and of heads whose tiles are mixed."""
         return super().numbers(problem) | {"num_grouped_heads": sm90_backward.last_heads(problem, self.config)}
 
     def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
-        """Numbers of tiles: (of one head, in all, each split as one); those of a pair of thread blocks count as one."""
+        """Return the numbers of tiles (of one head, in all, once a split); two tiles of a cluster count as one."""
         tiles = num_tiles(problem, problem.seqlen_k, self.config.block_n * self.config.pair)
         return tiles, tiles * batch_heads(problem, problem.num_heads_kv) * self.splits.in_all
 
     def extra_arguments(
         self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int
     ) -> Persistent:
-        """Tensor maps of the arrays that TMA reads."""
+        """Return the tensor maps of the arrays that TMA reads."""
         m, n = self.config.block_m, self.config.block_n
         pair = self.config.pair
-        # A map of v stands where the kernel does not read one.
+        # A map of v stands in for a map that the kernel does not read.
         bias = Box("bias", m) if self.config.has_bias_tiles else Box("v", n)
         dbias = Box("dbias", m) if self.config.writes_dbias else Box("v", n)
         maps = (Box("q", m), Box("k", n * pair), Box("v", n), Box("dout", m), bias, dbias)
@@ -211,9 +218,9 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays, adds: bool = False) -
     layouts = work.layouts(("q", "k", "v", "dout", "out")) if work.device.has_wgmma else None
     if layouts is None:
         return None
-    configs = sm90_backward.backward(
-        problem, layouts, *(_layout(work, x) for x in (arrays.get("bias"), grads.get("bias"), arrays.get("mask")))
-    )
+    tensors = arrays.get("bias"), grads.get("bias"), arrays.get("mask")
+    dslopes = "alibi_slopes" in grads and bool(problem.seqlen_q)  # without queries no thread block would clear sums
+    configs = sm90_backward.backward(problem, layouts, *(_layout(work, x) for x in tensors), dslopes=dslopes)
     if not configs:
         return None
     is_wide = any(grads[name].dtype.itemsize > HALF_BYTES for name in ("q", "k", "v") if name in grads)
@@ -234,6 +241,9 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays, adds: bool = False) -
     if config.first_addition_stores and "q" in grads:
         words = 2 + tiles * config.dq_sums * config.dq_pieces + batch_heads(problem, problem.num_heads_kv)
         rows["dq_order"] = work.empty((words,), np.int32)
+    slopes = slope_sums(problem, config.block_n * config.pair, config.slope_sums * splits.in_all)
+    if config.writes_dslopes:
+        rows["dslope_rows"] = slopes.empty(work)
     dbias = {"dbias": grads["bias"]} if config.writes_dbias else {}
     if config.ping_pong and not dbias and not config.has_alibi and tiles > _FEW_TILES:
         # Each lane of the warp that waits polls one thread block that prepares rows.
@@ -245,10 +255,16 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays, adds: bool = False) -
     work.run(kernel, _select(arrays, _MAIN_INPUTS) | rows | key_grads | dbias)
     if "q" in grads:
         sums = _select(rows, ("dq_sum", "dq_order"))
-        work.run(Dq(sm90_backward.DQ, config.of_rows, splits), _select(arrays, _LENGTHS) | sums | {"dq": grads["q"]})
+        of_dq = replace(config.of_rows, writes_dslopes=False)
+        work.run(Dq(sm90_backward.DQ, of_dq, splits), _select(arrays, _LENGTHS) | sums | {"dq": grads["q"]})
     if splits.in_all > 1:
         query_splits.add(work, key_grads, results, splits.in_all)
-    done = ("q", "k", "v", "bias") if dbias else ("q", "k", "v")
+    if config.writes_dslopes:
+        of_slopes = _select(rows, ("dslope_rows",)) | {"dalibi_slopes": grads["alibi_slopes"]}
+        work.run(slopes, arrays | of_slopes)
+    done = {"q", "k", "v"}
+    done |= {"bias"} if dbias else set()
+    done |= {"alibi_slopes"} if config.writes_dslopes else set()
     return {name: x for name, x in grads.items() if name not in done}
 
 

@@ -307,3 +307,8 @@ def _target(
 
 
 show_options(attention, attention_vjp)
+
+
+def __dir__() -> list[str]:
+    """The public names alone, so that completion shows nothing else."""
+    return sorted(__all__)

@@ -1,4 +1,4 @@
-"""One call with keys in host memory: checked arguments, and what each device that computes a share of it needs."""
+"""One call with keys in host memory: its checked arguments, and their copies for each device with a share of it."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from cuflash.masks.block_mask import BlockMask
 
 Array = Any
-# Options that are arrays on q's device, and those that may also lie where the keys do.
+# _ARRAYS are options that are arrays on q's device, and _OF_KEYS may also lie where the keys do.
 _ARRAYS = ("bias", "mask", "alibi_slopes", "sink", "q_lengths", "kv_lengths", "block_table", "q_scale")
 _OF_KEYS = ("k_scale", "v_scale")
-# Options that hold for a chunk as `Side.part` cuts them; another one's meaning would change with the chunk's place.
+# SUPPORTED options hold for a chunk as `Side.part` cuts them; the meaning of others would change with its place.
 SUPPORTED = (
     *("causal", "window", "softmax_scale", "softcap", "dropout_p", "dropout_seed", "block_mask", "deterministic"),
     *("precision", *_ARRAYS, *_OF_KEYS, "score_mod", "mask_mod", "operands", "num_splits", "split_size", "out_dtype"),
@@ -51,7 +51,7 @@ class Call:
     pieces: tuple[Piece, ...]
     host: HostKeys  # where k and v have the keys of a chunk
     begins: tuple[int, ...] | None = None  # where the rows of packed sequences begin; their pieces are of one sequence
-    # The keys (first, stop) of each sequence that lie in host memory, where others lie elsewhere.
+    # `stretches` are the keys (first, stop) of each sequence that lie in host memory, where others lie elsewhere.
     stretches: tuple[tuple[tuple[int, int], ...], ...] | None = None
 
     @property
@@ -60,14 +60,14 @@ class Call:
         return extras_of(self.options)
 
     def seen_keys(self, piece: Piece) -> tuple[int, int]:
-        """The first key of a piece that causal and the window show to some query, and the one after the last."""
+        """Return the first key of a piece that causal and the window show to some query, and one behind the last."""
         left, right = self.problem.window_left, self.problem.window_right
         first = 0 if left is None else max(0, piece.diagonal - left)
         stop = piece.keys if right is None else min(piece.keys, piece.rows + piece.diagonal + right)
         return first, max(first, stop) if piece.rows else first
 
     def keys_of(self, piece: Piece) -> list[tuple[int, int]]:
-        """The stretches (first, stop) of a piece's keys in host memory that some query may see."""
+        """Return the stretches (first, stop) of a piece's keys in host memory that some query may see."""
         first, stop = self.seen_keys(piece)
         if self.stretches is None:
             return [(first, stop)]
@@ -75,14 +75,14 @@ class Call:
         return [(a, b) for a, b in cut if a < b]
 
     def rows_of(self, x: Array, piece: Piece) -> Array:
-        """A piece's rows (sequences, rows, ...) of an array like q or out."""
+        """Return a piece's rows (sequences, rows, ...) of an array like q or out."""
         if self.begins is None:
             return x[piece.batches, : piece.rows]
         begin = self.begins[piece.batch]
         return x[None, begin : begin + piece.rows]
 
     def lse_of(self, x: Array, piece: Piece) -> Array:
-        """A piece's rows (sequences, heads, rows) of an array like lse."""
+        """Return a piece's rows (sequences, heads, rows) of an array like lse."""
         if self.begins is None:
             return x[piece.batches, :, : piece.rows]
         begin = self.begins[piece.batch]
@@ -131,7 +131,7 @@ def prepare(q: Any, k: Any, v: Any, keywords: Mapping[str, Any]) -> Call:
     q = adopted["q"]
     problem = make_problem({"q": q, "k": k, "v": v}, options)
     checks.check_seed(options.dropout_seed, problem.dropout_p)
-    if problem.has_fp8_keys:  # CuPy knows their bytes alone
+    if problem.has_fp8_keys:  # CuPy has no such dtype, but takes their bytes
         k, v = k.view(np.uint8), v.view(np.uint8)
     with interop.on_stream_of(library, q):
         pieces = _pieces(problem, options)
@@ -185,11 +185,11 @@ class Side:
     options: Options
 
     def shows(self, chunk: Chunk) -> bool:
-        """A block mask shows some element of a chunk; of others it costs nothing, as it is not copied."""
+        """Tell whether some element of a chunk is shown; a chunk that a block mask hides costs no copy."""
         return self._mask_of_blocks(chunk, only_some=True) is not None
 
     def part(self, chunk: Chunk, k: Array, v: Array) -> Part:
-        """A chunk's keys as a part of the whole; the sink is no part's."""
+        """Return a chunk's keys as a part of the whole; the sink is no part's."""
         piece, options, problem = chunk.piece, self.options, self.call.problem
         mask = _cut(options.mask, "mask", chunk)
         if problem.block_mask:
@@ -225,7 +225,10 @@ class Side:
         return None if own is None else self.device.put(np.ascontiguousarray(own))
 
     def _mask_of_blocks(self, chunk: Chunk, only_some: bool = False) -> Array | None:
-        """Bool (batch | 1, heads | 1, rows, keys) on the host; `only_some`: True, or None where nothing is."""
+        """Return bools (batch | 1, heads | 1, rows, keys) on the host.
+
+        The result is True without a block mask; with `only_some` it is True if some element is shown, else None.
+        """
         if not self.call.problem.block_mask:
             return True
         block_mask, piece = cast("BlockMask", self.options.block_mask), chunk.piece
@@ -244,7 +247,7 @@ class Side:
 
 
 def place_in(name: str, shape: tuple[int, ...], chunk: Chunk) -> tuple[slice | EllipsisType, ...]:
-    """The index of a chunk's elements in an option of full rank; operands of rules have no axis of it."""
+    """Return the index of a chunk's elements in an option of full rank; operands of rules have no axis of it."""
     if name not in _ARRAYS:
         return (...,)
     whole, piece = slice(None), chunk.piece
@@ -262,12 +265,12 @@ def _cut(x: Array | None, name: str, chunk: Chunk) -> Array | None:
 
 
 def side_of(call: Call, device: Device) -> Side:
-    """The side of q's own device."""
+    """Return the side of q's own device."""
     return Side(call, device, call.q, call.options)
 
 
 def cpu_side_of(call: Call, device: Device) -> Side:
-    """The CPU's side, with copies of what lies on q's device."""
+    """Return the CPU's side, with copies of the arrays on q's device."""
     if device.is_host:
         return Side(call, device, call.q, call.options)
     given = {name: x for name in _ARRAYS if (x := getattr(call.options, name)) is not None}

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
 
 from cuflash import interop
 
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike, NDArray
+
 Array = Any
+ScalarT = TypeVar("ScalarT", bound=np.generic)
 
 
+@overload
+def pinned_empty(shape: int | tuple[int, ...], dtype: type[ScalarT] | np.dtype[ScalarT]) -> NDArray[ScalarT]: ...
+@overload
+def pinned_empty(shape: int | tuple[int, ...], dtype: DTypeLike) -> NDArray[np.generic]: ...
 def pinned_empty(shape: int | tuple[int, ...], dtype: Any) -> Array:
     """Make a NumPy array in pinned memory, with anything in it.
 

@@ -32,6 +32,7 @@ _FILES = {
         for name in ("forward", "dq", "dkv", "dk", "dv", "bias")
     },
     "forward_sm90": "sm90/forward/forward",
+    "fp8_forward_sm90": "sm90/fp8/forward",
     "backward_sm90": "sm90/backward/backward",
     "backward_sm90_wide": "sm90/backward/wide",
     "backward_sm90_rows": "sm90/backward/rows",

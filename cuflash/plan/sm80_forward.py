@@ -1,21 +1,20 @@
-"""The table of the forward kernels by mma.sync on 16 bits (sm_75 and later), and when they run.
+"""The configurations of the forward kernels by mma.sync on 16 bits (sm_75 and later), and when they run.
 
-It also has what its neighbours share: `sm80_backward` (gradients) and `sm80_wide` (float32 and float64) take its tiles,
-its rows and its choice of the first tile that fits.
+`sm80_tiles` has their records. The neighbours share what stands here: `sm80_backward` and `sm80_fp8` have kernels whose
+thread blocks stay with queries, too, and `sm80_wide` (float32 and float64) has the same constants.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from itertools import product
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from cuflash.hardware import FLOAT_BYTES, HALF_BYTES, WARP, capability_of, smem_limit
 from cuflash.kept import kept
+from cuflash.plan import sm80_times
 from cuflash.plan.config import (
     BY_HALVES,
-    FLAGS,
     KNOWN_TO_ALL,
     OF_RULES,
     KernelConfig,
@@ -26,10 +25,10 @@ from cuflash.plan.config import (
     not_taken,
     of_half,
     with_rules,
-    without_blocks_of_rule,
     without_window,
 )
-from cuflash.plan.config import table_flags as common_flags
+from cuflash.plan.record import Capability, Place, Record, asked_of_scaled, candidates, narrowest
+from cuflash.plan.sm80_tiles import ENTRY, FORWARD, Records, Sm80Tile
 from cuflash.problem.attention_problem import AttentionProblem
 
 HANDLES = (*KNOWN_TO_ALL, *OF_RULES)  # the flags that the forward kernel knows
@@ -37,116 +36,12 @@ HANDLES = (*KNOWN_TO_ALL, *OF_RULES)  # the flags that the forward kernel knows
 SMEM_BESIDE_TILES = 256
 # The driver takes so many bytes of shared memory for each thread block.
 _RESERVED_SMEM = 1024
-
-
-Capability = tuple[int, int]
-ANY: Capability = (99, 0)  # a capability that no GPU reaches
-BLACKWELL: Capability = (10, 0)  # from here on the compiler gives some kernels more registers
-
-
-@dataclass(frozen=True)
-class Sm80Tile:
-    """The tile of a kernel whose thread blocks stay with queries, and on which GPUs and options it is taken."""
-
-    block_m: int  # queries of a tile
-    block_n: int  # keys of a tile
-    num_warps: int  # warps of a thread block
-    stages: int = 1  # buffers of keys and values
-    min_blocks: int = 1  # thread blocks that share a multiprocessor
-    key_warps: int = 1  # warps with the same queries; each has a share of the keys and of the result's columns
-    listed: int = 1  # entries of a block mask's list whose keys are one tile, where there is no window
-    below: Capability = ANY  # GPUs from this capability on have too few registers
-    only: tuple[str, ...] = ()  # flags that leave enough registers, where `Sm80Row.with_one` has the tile
-
-
-T = TypeVar("T")
-NO_BLOCKS = (0, 0)  # the block size of a problem without a block mask
 _FINE = 64  # a tile of at most so many queries or keys is taken whatever the size of a mask's blocks
-
-
-@dataclass(frozen=True)
-class Sm80Row(Generic[T]):
-    """Tiles for head dims up to these, the fastest first, of which those are candidates that fit a multiprocessor."""
-
-    head_dim: int  # widest q and k
-    head_dim_v: int  # widest v
-    tiles: tuple[T, ...]  # tiles for plain scores, or with a window
-    with_options: tuple[T, ...]  # tiles for any other options, which take registers
-    with_one: tuple[Any, ...] = ()  # tiles that come before `with_options` where one option stands alone
-
-    def tiles_for(self, flags: tuple[str, ...], is_plain: bool) -> tuple[T, ...]:
-        """The tiles for these flags; `is_plain` says that scores are scaled as usual and arrays are aligned."""
-        options = without_window(flags)
-        if is_plain and not options:
-            return *self.tiles, *self.with_options
-        alone = without_blocks_of_rule(options)
-        with_one = self.with_one if is_plain and len(alone) == 1 else ()
-        return (*(t for t in with_one if options <= {*t.only}), *self.with_options)
 
 
 def meets_whole_blocks(size: int, block: int) -> bool:
     """Return True if tiles of `size` queries or keys lie within one block of a mask, as most are half hidden if not."""
     return size <= _FINE or block % size == 0
-
-
-ENTRY = "forward_sm80"
-FEW = ("has_softcap", "has_alibi")
-MORE = (*FEW, "has_dropout", "has_block_mask", *OF_RULES)
-_64X64 = (
-    Sm80Tile(64, 64, 4, min_blocks=4, only=("has_mask", "has_block_mask")),
-    Sm80Tile(64, 64, 4, min_blocks=3, only=("has_mask", "has_block_mask")),
-    Sm80Tile(64, 64, 4, stages=2, min_blocks=2, only=MORE),
-    Sm80Tile(64, 64, 4, min_blocks=2, only=FLAGS),
-)
-_SHARED = Sm80Tile(64, 64, 4, min_blocks=2, key_warps=2, only=("has_block_mask",))
-# The first row is taken whose head dims are no smaller than the problem's.
-FORWARD = (
-    Sm80Row(
-        64,
-        64,
-        (
-            Sm80Tile(128, 128, 4, stages=2, min_blocks=2, below=BLACKWELL),
-            Sm80Tile(128, 64, 4, stages=2, min_blocks=2),
-            Sm80Tile(128, 64, 4),
-        ),
-        (Sm80Tile(64, 32, 4, min_blocks=2),),
-        (
-            Sm80Tile(128, 128, 4, stages=2, min_blocks=2, listed=2, below=BLACKWELL, only=("has_block_mask",)),
-            Sm80Tile(128, 64, 4, stages=2, min_blocks=2, only=(*FEW, "has_block_mask", *OF_RULES)),
-            Sm80Tile(128, 64, 4, min_blocks=2, only=("has_bias",)),
-            *_64X64,
-        ),
-    ),
-    Sm80Row(96, 96, (Sm80Tile(128, 64, 4, min_blocks=2), Sm80Tile(64, 64, 4)), (Sm80Tile(64, 32, 4, min_blocks=2),)),
-    Sm80Row(
-        128,
-        128,
-        (
-            Sm80Tile(128, 64, 4, stages=2, min_blocks=2),
-            Sm80Tile(128, 64, 4, min_blocks=2),
-            Sm80Tile(128, 32, 4, min_blocks=2),
-            Sm80Tile(64, 64, 4),
-        ),
-        (Sm80Tile(64, 32, 4, min_blocks=2), Sm80Tile(64, 32, 4)),
-        (
-            Sm80Tile(128, 64, 4, stages=2, min_blocks=2, only=(*FEW, "has_block_mask", *OF_RULES)),
-            Sm80Tile(128, 64, 4, min_blocks=2, only=(*FEW, "has_block_mask", *OF_RULES)),
-            Sm80Tile(64, 64, 2, min_blocks=4, only=("has_block_mask",)),
-            *_64X64[1:],
-        ),
-    ),
-    *(
-        Sm80Row(192, d, (_SHARED, Sm80Tile(64, 64, 4), Sm80Tile(64, 32, 4)), (Sm80Tile(64, 32, 4),), (_SHARED,))
-        for d in (128, 192)
-    ),
-    Sm80Row(
-        256,
-        256,
-        (_SHARED, Sm80Tile(128, 64, 8), Sm80Tile(64, 64, 4), Sm80Tile(32, 32, 2)),
-        (Sm80Tile(64, 32, 4), Sm80Tile(32, 32, 2)),
-        (replace(_SHARED, below=BLACKWELL), Sm80Tile(64, 64, 4, only=FLAGS)),
-    ),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +66,7 @@ class Sm80Config(KernelConfig):
 class Sm80QueryConfig(Sm80Config):
     """The configuration of a kernel whose thread blocks stay with queries."""
 
-    key_warps: int  # see `Sm80Tile`
+    key_warps: int  # see `sm80_tiles.Sm80Tile`
     listed: int
     chunk: int = 64  # columns that the kernel for the gradient of a bias loads at once, where it has several stages
     has_bias_tiles: bool = (
@@ -187,7 +82,7 @@ def dtypes(capability: Capability) -> tuple[str, ...]:
     return ("float16",) if capability < (8, 0) else ("float16", "bfloat16")
 
 
-def _forward_smem(tile: Sm80Tile, row: Sm80Row[Sm80Tile]) -> int:
+def _forward_smem(tile: Sm80Tile, row: Record[Sm80Tile]) -> int:
     columns = row.head_dim + row.head_dim_v
     elements = tile.block_m * row.head_dim + tile.stages * tile.block_n * columns
     shared = tile.block_m * (tile.block_n * HALF_BYTES + tile.key_warps * FLOAT_BYTES) if tile.key_warps > 1 else 0
@@ -199,109 +94,71 @@ def fits(min_blocks: int, smem_bytes: int, limit: int) -> bool:
     return min_blocks * (smem_bytes + _RESERVED_SMEM) <= limit + _RESERVED_SMEM
 
 
-def fitting(
-    tiles: Iterable[Sm80Tile], smem_bytes: Callable[[Sm80Tile], int], capability: Capability, limit: int
-) -> tuple[Sm80Tile, ...]:
-    """The tiles for a GPU whose thread blocks fit one of its multiprocessors together, each once."""
-    found = (t for t in tiles if capability < t.below and fits(t.min_blocks, smem_bytes(t), limit))
-    return tuple({replace(t, below=ANY, only=()): t for t in found}.values())
-
-
 def constants(
-    family: type[KernelConfig],
-    row: Sm80Row[Any],
-    tile: Any,
-    dtype: str,
-    bias_dtype: str | None,
-    flags: tuple[str, ...],
-    capability: Capability,
-    aligned: bool,
+    family: type[KernelConfig], record: Record[Any], problem: AttentionProblem, place: Place
 ) -> dict[str, Any]:
     """Values for the fields that `Sm80Config` and its base have."""
     return {
-        **common(family, dtype, bias_dtype, flags, row, tile),
-        "product_depth": 16 if capability >= (8, 0) else 8,
-        "async_copies": capability >= (8, 0),
-        "aligned": aligned,
+        **common(family, problem.dtype, problem.bias_dtype, flags_of(problem), record, record.tile),
+        "product_depth": 16 if place.capability >= (8, 0) else 8,
+        "async_copies": place.capability >= (8, 0),
+        "aligned": place.aligned,
     }
 
 
-def forward_configs(
-    row: Sm80Row[Sm80Tile],
-    dtype: str,
-    bias_dtype: str | None,
-    flags: tuple[str, ...],
-    capability: Capability,
-    limit: int,
-    plain_scores: bool = True,
-    aligned: bool = True,
-    block_size: tuple[int, int] = NO_BLOCKS,
-    entry: str = ENTRY,
-    smem_bytes: Callable[[Sm80Tile, Sm80Row[Sm80Tile]], int] = _forward_smem,
+def query_configs(
+    problem: AttentionProblem,
+    place: Place,
+    table: Records,
+    handled: tuple[str, ...],
+    smem_bytes: Callable[[Sm80Tile, Record[Sm80Tile]], int],
 ) -> tuple[Sm80QueryConfig, ...]:
-    """The configurations of a kernel whose thread blocks stay with queries, that with the fastest tile first.
+    """The candidates for a kernel whose thread blocks stay with queries; none where mma.sync does not take a problem.
 
-    `flags` is a subset of `FLAGS`, `limit` the bytes of shared memory that a thread block may use, and `smem_bytes` the
-    need of a tile.
+    `handled` are the flags that the kernel knows, and `smem_bytes` is the need of a record's tile.
     """
-    tiles = row.tiles_for(flags, plain_scores and aligned)
+    if problem.dtype not in dtypes(place.capability) or not_taken(handled, problem):
+        return ()
+    flags, asked = flags_of(problem), asked_of_scaled(problem, place)
     # A step takes several listed tiles only where they are neighbours, which means that one block has them all.
-    keys_of_block = 0 if "has_window" in flags else block_size[1]
-    tiles = tuple(
-        t
-        for t in tiles
-        if (t.listed == 1 or (keys_of_block and keys_of_block % t.block_n == 0))
-        and meets_whole_blocks(t.block_m, block_size[0])
-    )
-    plain_scores = plain_scores and are_products(flags)
+    queries_of_block, keys_of_block = problem.block_size
+    if "has_window" in flags:
+        keys_of_block = 0
 
-    def bias_bytes(t: Sm80Tile) -> int:
-        alone = entry == ENTRY and without_window(flags) == {"has_bias"}
-        return t.block_m * t.block_n * HALF_BYTES if alone and t.stages == 1 else 0
+    def bias_bytes(record: Record[Sm80Tile]) -> int:
+        alone = record.entries == (ENTRY,) and without_window(flags) == {"has_bias"}
+        tile = record.tile
+        return tile.block_m * tile.block_n * HALF_BYTES if alone and tile.stages == 1 else 0
 
-    def all_bytes(t: Sm80Tile) -> int:
-        return smem_bytes(t, row) + bias_bytes(t)
+    def all_bytes(record: Record[Sm80Tile]) -> int:
+        return smem_bytes(record.tile, record) + bias_bytes(record)
 
-    def config_of(tile: Sm80Tile) -> Sm80QueryConfig:
-        config = Sm80QueryConfig(
-            entry=entry,
-            plain_scores=plain_scores,
-            smem_bytes=all_bytes(tile),
-            **constants(Sm80QueryConfig, row, tile, dtype, bias_dtype, flags, capability, aligned),
+    def takes(record: Record[Sm80Tile]) -> bool:
+        tile = record.tile
+        are_neighbours = tile.listed == 1 or (keys_of_block > 0 and keys_of_block % tile.block_n == 0)
+        has_room = fits(tile.min_blocks, all_bytes(record), place.limit)
+        return are_neighbours and meets_whole_blocks(tile.block_m, queries_of_block) and has_room
+
+    def config_of(record: Record[Sm80Tile]) -> Sm80QueryConfig:
+        of_all = constants(Sm80QueryConfig, record, problem, place)
+        is_copied = of_all["async_copies"] and place.aligned and of_all["bias_element"] == of_all["element"]
+        return Sm80QueryConfig(
+            entry=record.entries[0],
+            plain_scores=has_plain_scale(problem) and are_products(flags),
+            smem_bytes=all_bytes(record),
+            has_bias_tiles=bias_bytes(record) > 0 and is_copied,
+            **of_all,
         )
-        is_copied = config.async_copies and aligned and config.bias_element == config.element
-        return replace(config, has_bias_tiles=bias_bytes(tile) > 0 and is_copied)
 
-    return tuple(map(config_of, fitting(tiles, all_bytes, capability, limit)))
-
-
-def forward_config(*given: Any, **of: Any) -> Sm80QueryConfig:
-    """The first of `forward_configs`."""
-    return forward_configs(*given, **of)[0]
+    lines = narrowest(table, problem.head_dim, problem.head_dim_v)
+    found = candidates(lines, asked, place.capability, takes, sm80_times.of_queries)
+    return tuple(with_rules(config_of(record), problem) for record in found)
 
 
 @kept
-def forward(
-    problem: AttentionProblem,
-    aligned: bool,
-    capability: Capability,
-    limit: int,
-    rows: tuple[Sm80Row[Sm80Tile], ...] = FORWARD,
-    handled: tuple[str, ...] = (),
-    **of: Any,
-) -> tuple[Sm80QueryConfig, ...]:
-    """The candidates for a problem's forward kernel; none where mma.sync does not take its dtype or an option.
-
-    `aligned` says that addresses and strides are multiples of 16 bytes, `limit` is the shared memory of a thread block
-    in bytes. Other kernels whose thread blocks stay with queries give their own `rows`, the flags `handled`, and
-    `forward_configs`' entry and smem_bytes.
-    """
-    if problem.dtype not in dtypes(capability) or not_taken(handled or HANDLES, problem):
-        return ()
-    row = next(r for r in rows if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
-    given = row, problem.dtype, problem.bias_dtype, flags_of(problem), capability, limit
-    configs = forward_configs(*given, has_plain_scale(problem), aligned, problem.block_size, **of)
-    return tuple(with_rules(config, problem) for config in configs)
+def forward(problem: AttentionProblem, *place: Any) -> tuple[Sm80QueryConfig, ...]:
+    """The candidates for a problem's forward kernel; `place` has the fields of `Place`."""
+    return query_configs(problem, Place(*place), FORWARD, HANDLES, _forward_smem)
 
 
 def reason(problem: AttentionProblem) -> str:
@@ -319,31 +176,3 @@ def reason(problem: AttentionProblem) -> str:
     tiles = {name: forward(problem, True, capability_of(name), smem_limit(name)) for name in ("sm_80", "sm_86")}
     in_words = ", ".join(f"{configs[0].tile} on {name}" for name, configs in tiles.items() if configs)
     return f"mma.sync, tiles of {in_words}{'' if problem is whole else BY_HALVES}{older}"
-
-
-BLOCK_FLAGS = ("has_block_mask",), ("has_window", "has_block_mask")
-BLOCK_SIZES = 64, 128  # block sizes of masks with which kernels are listed
-
-
-def table_flags(row: Sm80Row[Any], handled: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-    """Combinations of flags with which the kernels of a row are listed."""
-    alone = (("has_window", "has_alibi"), ("has_window", "has_bias")) if row.with_one else ()
-    return *common_flags(handled), *alone
-
-
-def table(
-    capability: Capability,
-    limit: int,
-    rows: tuple[Sm80Row[Sm80Tile], ...] = FORWARD,
-    handled: tuple[str, ...] = HANDLES,
-    **of: Any,
-) -> Iterator[tuple[Sm80QueryConfig, str]]:
-    """Every kernel of `rows` for a GPU, with its dtype."""
-    for row in rows:
-        for dtype in dtypes(capability):
-            for flags in table_flags(row, handled):
-                yield forward_config(row, dtype, None, flags, capability, limit, **of), dtype
-            for flags, size in product(BLOCK_FLAGS, BLOCK_SIZES) if row.with_one else ():
-                blocks = row, dtype, None, flags, capability, limit
-                yield forward_config(*blocks, block_size=(size, size), **of), dtype
-            yield forward_config(row, dtype, None, handled, capability, limit, aligned=False, **of), dtype

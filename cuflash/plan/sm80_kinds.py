@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from cuflash.hardware import FLOAT_BYTES, HALF_BYTES
-from cuflash.plan.sm80_forward import BLACKWELL, Capability
+from cuflash.plan.record import BLACKWELL, Capability
 from cuflash.plan.split import KEY_PARTS, PARTS
 from cuflash.problem.attention_problem import AttentionProblem
 

@@ -8,14 +8,12 @@ a bound: lengths stay on the device, where the splits of each sequence share the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import TypeVar
 
 from cuflash.hardware import WARP
 from cuflash.kept import kept
-from cuflash.plan import sm80_forward, sm80_fp8
-from cuflash.plan.sm80_forward import Capability, Sm80QueryConfig
+from cuflash.plan.sm80_forward import Sm80QueryConfig
 from cuflash.plan.sm90_times import merging_us
 from cuflash.problem.attention_problem import WHOLE, AttentionProblem
 from cuflash.rules.form import NO_RULES
@@ -136,11 +134,3 @@ def _rows(problem: AttentionProblem) -> int:
 
 def _per_sequence(problem: AttentionProblem, rows: int) -> int:
     return math.ceil(rows / problem.batch) if problem.packed else rows
-
-
-def table(capability: Capability, limit: int) -> Iterator[tuple[Sm80QueryConfig, str]]:
-    """Kernels that split keys, with their dtype: those without options but a window, whose splits pay most often."""
-    for family in (sm80_forward, sm80_fp8):
-        for config, dtype in family.table(capability, limit):
-            if set(config.flags.split(", ")) <= {"plain", "window", "fp8"}:
-                yield replace(config, splits_keys=True), dtype

@@ -1,16 +1,17 @@
-"""The table of the kernels by mma.sync on wide elements: float64, and float32 as float16 parts (from sm_80 on).
+"""The configurations of the kernels by mma.sync on wide elements: float64, and float32 as float16 parts (from sm_80).
 
-It is for both passes. The kinds of products are in `sm80_kinds`, their tiles in `sm80_wide_tiles`.
+It is for both passes. The kinds of products are in `sm80_kinds`, their records in `sm80_wide_tiles`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from cuflash.hardware import FLOAT_BYTES, capability_of, smem_limit
 from cuflash.kept import kept
+from cuflash.plan import sm80_times
 from cuflash.plan.config import (
     BY_HALVES,
     KNOWN_TO_ALL,
@@ -21,19 +22,11 @@ from cuflash.plan.config import (
     has_plain_scale,
     not_taken,
     of_half,
-    table_flags,
     with_rules,
-    without_window,
 )
 from cuflash.plan.entries import key_results
-from cuflash.plan.sm80_forward import (
-    SMEM_BESIDE_TILES,
-    Capability,
-    Sm80QueryConfig,
-    Sm80Row,
-    Sm80Tile,
-    fitting,
-)
+from cuflash.plan.record import UNUSUAL_SCALE, Place, Record, asked_of_scaled, candidates, narrowest
+from cuflash.plan.sm80_forward import SMEM_BESIDE_TILES, Sm80QueryConfig, fits
 from cuflash.plan.sm80_kinds import (
     FLOAT64,
     HALF_RATE,
@@ -41,13 +34,14 @@ from cuflash.plan.sm80_kinds import (
     PRODUCTS,
     dtype_of,
     element_bytes,
-    family_of,
     has_few_registers,
     kind_of,
     multiplies,
     pays,
 )
-from cuflash.plan.sm80_wide_tiles import BIAS, WideGradientRow, backward_rows_of, forward_rows_of
+from cuflash.plan.sm80_tiles import Records, Sm80Tile
+from cuflash.plan.sm80_wide_tiles import of_backward, of_forward
+from cuflash.plan.sm80_wide_tiles import of_bias as of_bias_records
 from cuflash.plan.split import KEY_PARTS
 from cuflash.problem.attention_problem import AttentionProblem
 
@@ -56,7 +50,6 @@ _FACTORS = 4  # floats a key takes in the forward kernel: its factor and its val
 # A row of a gradient's tile takes so many bytes besides its elements: lse and delta in float64, or both and two factors
 # in float32.
 _NUMBERS_BYTES = 16
-_FEWEST_COLUMNS = 16  # of a gradient's tile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,234 +72,169 @@ class WideGradientConfig(WideConfig):
     computes_dv: bool
 
 
-def _is_plain(flags: tuple[str, ...], plain_scores: bool, aligned: bool) -> bool:
-    return plain_scores and aligned and not without_window(flags)
+@dataclass(frozen=True)
+class _Pass:
+    """A problem on a GPU, as the kernels of a pass see it."""
+
+    problem: AttentionProblem
+    place: Place
+    kind: str  # of products
+    asked: frozenset[str]  # see `record.asked_of_scaled`
+
+    @property
+    def parts(self) -> int:
+        """Float16 parts of an element of v and dout; 0 for whole elements."""
+        return PARTS_OF[self.kind]
+
+    def constants(self, record: Record[Sm80Tile], tile: Sm80Tile, sum_columns: int, unroll: int) -> dict[str, Any]:
+        """Values for the fields of all kernels; `sum_columns` holds for plain scores, `unroll` for all others."""
+        problem, parts, flags = self.problem, self.parts, flags_of(self.problem)
+        return {
+            **common(WideConfig, dtype_of(self.kind), problem.bias_dtype, flags, record, tile),
+            "product_depth": 16 if parts else 8,
+            "async_copies": True,
+            "aligned": self.place.aligned,
+            "plain_scores": has_plain_scale(problem) and are_products(flags),
+            "unroll": unroll if self.asked else 2 if parts else 4,
+            "sum_columns": (16 if parts else 8) if self.asked else sum_columns,
+            "parts": parts,
+            "key_parts": KEY_PARTS[parts] if parts else 0,
+        }
+
+    def candidates(
+        self, records: Records, smem_bytes: Callable[[Record[Sm80Tile]], int] | None = None
+    ) -> tuple[Record[Sm80Tile], ...]:
+        """Return the candidates among records of which one needs `smem_bytes`, if that is fixed."""
+
+        def has_room(record: Record[Sm80Tile]) -> bool:
+            return smem_bytes is None or fits(record.tile.min_blocks, smem_bytes(record), self.place.limit)
+
+        lines = narrowest(records, self.problem.head_dim, self.problem.head_dim_v)
+        return candidates(lines, set(self.asked), self.place.capability, has_room, sm80_times.of_queries)
 
 
-def _constants(
-    kind: str,
-    bias_dtype: str | None,
-    flags: tuple[str, ...],
-    plain_scores: bool,
-    aligned: bool,
-    row: Sm80Row[Sm80Tile] | WideGradientRow,
-    tile: Sm80Tile,
-    sum_columns: int,
-    unroll: int,
-) -> dict[str, Any]:
-    """Values for the fields of all kernels; `sum_columns` holds for plain scores, `unroll` for all others."""
-    parts = PARTS_OF[kind]
-    is_plain = _is_plain(flags, plain_scores, aligned)
-    return {
-        **common(WideConfig, dtype_of(kind), bias_dtype, flags, row, tile),
-        "product_depth": 16 if parts else 8,
-        "async_copies": True,
-        "aligned": aligned,
-        "plain_scores": plain_scores and are_products(flags),
-        "unroll": (2 if parts else 4) if is_plain else unroll,
-        "sum_columns": sum_columns if is_plain else 16 if parts else 8,
-        "parts": parts,
-        "key_parts": KEY_PARTS[parts] if parts else 0,
-    }
-
-
-def _unroll(kind: str) -> int:
-    """Steps of a product that a gradient kernel with options unrolls."""
-    return 2 if PARTS_OF[kind] else 3
-
-
-def forward_configs(
-    row: Sm80Row[Sm80Tile],
-    kind: str,
-    bias_dtype: str | None,
-    flags: tuple[str, ...],
-    capability: Capability,
-    limit: int,
-    plain_scores: bool = True,
-    aligned: bool = True,
-) -> tuple[WideConfig, ...]:
-    """The configurations of a forward kernel, that with the fastest tile first.
-
-    `flags` is a subset of `FLAGS`, `limit` in bytes of shared memory.
-    """
-    is_plain = _is_plain(flags, plain_scores, aligned)
-    size, size_v = element_bytes(kind)
-    columns = size * row.head_dim + size_v * row.head_dim_v
-
-    def smem_bytes(tile: Sm80Tile) -> int:
-        factors = FLOAT_BYTES * (_FACTORS * tile.block_n + 2 * tile.block_m) if PARTS_OF[kind] else 0
-        elements = tile.block_m * size * row.head_dim + tile.stages * tile.block_n * columns
-        return elements + factors + SMEM_BESIDE_TILES
-
-    has_room = PARTS_OF[kind] > 0 and not has_few_registers(kind, capability)
-
-    def config_of(tile: Sm80Tile) -> WideConfig:
-        sum_columns = 64 if has_room and row.head_dim <= 192 and tile.block_n != 32 else 32
-        return WideConfig(
-            entry=f"{family_of(kind)}_forward",
-            whole_products=kind == "float64" and capability >= (9, 0) and is_plain,
-            smem_bytes=smem_bytes(tile),
-            **_constants(kind, bias_dtype, flags, plain_scores, aligned, row, tile, sum_columns, 2 if has_room else 1),
-        )
-
-    tiles = (*(row.tiles if is_plain else ()), *row.with_options)
-    return tuple(map(config_of, fitting(tiles, smem_bytes, capability, limit)))
-
-
-def gradient_passes(
-    row: WideGradientRow,
-    kind: str,
-    bias_dtype: str | None,
-    flags: tuple[str, ...],
-    capability: Capability,
-    limit: int,
-    plain_scores: bool = True,
-    aligned: bool = True,
-) -> tuple[tuple[WideGradientConfig, ...], ...]:
-    """The candidates for a backward pass, the fastest first, each with the configuration of dq first.
-
-    `flags` is a subset of `FLAGS`.
-    """
-    is_plain = _is_plain(flags, plain_scores, aligned)
-    tile = row.tile if is_plain else row.with_options
-    if tile is None:
-        return ()
-    # Kernels of the widest head dims have no register left with these flags, so they unroll less, or have
-    # smaller tiles.
-    is_tight = row.head_dim > 192 and set(flags) == {"has_window", "has_block_mask"}
-    if has_few_registers(kind, capability) and not is_plain and (tile.key_warps == 1 or is_tight):
-        tile = replace(tile, block_n=_FEWEST_COLUMNS)
-    fewer = replace(tile, block_n=_FEWEST_COLUMNS)
-    # mma.sync computes eight columns of scores at least.
-    tiles = (tile, fewer) if 8 * tile.key_warps <= _FEWEST_COLUMNS < tile.block_n else (tile,)
-    given = kind, bias_dtype, flags, capability, limit, plain_scores, aligned, is_tight
-    return tuple(_gradient_pass(row, each, *given) for each in tiles)
-
-
-def _gradient_pass(
-    row: WideGradientRow,
-    tile: Sm80Tile,
-    kind: str,
-    bias_dtype: str | None,
-    flags: tuple[str, ...],
-    capability: Capability,
-    limit: int,
-    plain_scores: bool,
-    aligned: bool,
-    is_tight: bool,
-) -> tuple[WideGradientConfig, ...]:
-    """The configurations of a backward pass with this tile."""
-    parts, shares = PARTS_OF[kind], tile.key_warps > 1
-    takes_wider = not parts and capability >= (9, 0)
-    # A warp that has half of a result's columns holds many sums, so its loop is not unrolled.
-    unroll = 1 if takes_wider and tile.key_warps == 2 else _unroll(kind) - (is_tight and not parts)
-    sum_columns = 64 if parts > 1 and tile.stages > 1 else 32  # 32 columns take more registers than two stages leave
-    configs = []
-    size, size_v = element_bytes(kind)
-    for name in ("dq", *row.key_kernels):
-        entry = f"{family_of(kind)}_{name}"
-        wanted = key_results(entry)
-        row_bytes = row.head_dim * (size if wanted == ("dv",) else size + size_v) + _NUMBERS_BYTES
-        column_bytes = row.head_dim * (size + size_v) + _NUMBERS_BYTES
-        columns_bytes = tile.stages * tile.block_n * column_bytes + SMEM_BESIDE_TILES
-        own = tile
-        if shares and not parts:
-            row_bytes += tile.block_n * size  # warps exchange weights and gradients through this room
-        while shares and own.block_m * row_bytes + columns_bytes > limit:
-            # Whole elements are copied by all warps alike, so that their rows are halved.
-            less = 16 if parts else own.block_m // 2
-            own = replace(own, block_m=own.block_m - less, num_warps=own.num_warps - less // 16 * tile.key_warps)
-        turned = replace(own, block_m=own.block_n, block_n=own.block_m) if wanted else own
-        config = WideGradientConfig(
-            entry=entry,
-            head_dim_v=row.head_dim_v,
-            whole_products=takes_wider,
-            of_keys=bool(wanted),
-            computes_dk="dk" in wanted,
-            computes_dv="dv" in wanted,
-            smem_bytes=own.block_m * row_bytes + columns_bytes,
-            **_constants(kind, bias_dtype, flags, plain_scores, aligned, row, turned, sum_columns, unroll),
-        )
-        configs.append(config)
-    return tuple(configs)
-
-
-def gradient_configs(*given: Any, **others: Any) -> tuple[WideGradientConfig, ...]:
-    """The first of `gradient_passes`; none where portable kernels are faster."""
-    return next(iter(gradient_passes(*given, **others)), ())
-
-
-def bias_configs(
-    row: Sm80Row[Sm80Tile],
-    kind: str,
-    bias_dtype: str | None,
-    flags: tuple[str, ...],
-    capability: Capability,
-    limit: int,
-    aligned: bool = True,
-) -> tuple[WideGradientConfig, ...]:
-    """The candidates for the gradient of a bias, the fastest first; `flags` are those of the other options."""
-
-    def smem_bytes(tile: Sm80Tile) -> int:
-        whole, chunks = (
-            row.head_dim * sum(element_bytes(kind)),
-            tile.stages * WideConfig.chunk * max(element_bytes(kind)),
-        )
-        row_bytes = (chunks if tile.stages > 1 else whole) + _NUMBERS_BYTES
-        return (tile.block_m + tile.block_n) * row_bytes + SMEM_BESIDE_TILES
-
-    def config_of(tile: Sm80Tile) -> WideGradientConfig:
-        in_chunks = tile.stages > 1
-        is_plain = in_chunks or _is_plain(flags, True, aligned)
-        config = WideGradientConfig(
-            entry=f"{family_of(kind)}_bias",
-            whole_products=kind == "float64" and capability >= (9, 0) and is_plain,
-            of_keys=False,
-            computes_dk=False,
-            computes_dv=False,
-            smem_bytes=smem_bytes(tile),
-            **_constants(kind, bias_dtype, (*flags, "has_bias"), False, aligned, row, tile, 32, _unroll(kind)),
-        )
-        return replace(config, unroll=1) if in_chunks and config.parts else config
-
-    return tuple(map(config_of, fitting(row.tiles_for(flags, aligned), smem_bytes, capability, limit)))
-
-
-def _made(make: Any, rows: Any, problem: AttentionProblem, *place: Any, **given: Any) -> Any:
-    """The result of `make` for the first of `rows` that is wide enough; empty where other kernels serve better.
-
-    `place` is (aligned, capability, limit) as in `sm80_forward.forward`.
-    """
-    aligned, capability, limit = place
-    if not_taken(HANDLES, problem):
-        return ()
+def _pass_of(problem: AttentionProblem, place: Place) -> _Pass | None:
+    """Return what kernels see of a problem; None where other kernels serve better."""
     kind = kind_of(problem)
-    for row in rows(kind, limit) if multiplies(kind, capability) else ():
-        if problem.head_dim <= row.head_dim and problem.head_dim_v <= row.head_dim_v:
-            aligned |= PARTS_OF[kind] > 0  # the work space has every row of parts at a multiple of 16 bytes
-            return make(row, kind, problem.bias_dtype, flags_of(problem), capability, limit, aligned=aligned, **given)
-    return ()
+    if not_taken(HANDLES, problem) or not multiplies(kind, place.capability):
+        return None
+    # The work space has every row of parts at a multiple of 16 bytes.
+    place = place._replace(aligned=place.aligned or PARTS_OF[kind] > 0)
+    return _Pass(problem, place, kind, frozenset(asked_of_scaled(problem, place)))
 
 
 @kept
 def forward(problem: AttentionProblem, *place: Any) -> tuple[WideConfig, ...]:
-    """The candidates for the forward kernel of a problem; `place` is as in `sm80_forward.forward`."""
-    configs = _made(forward_configs, forward_rows_of, problem, *place, plain_scores=has_plain_scale(problem))
-    return tuple(with_rules(config, problem) for config in configs)
+    """The candidates for the forward kernel of a problem; `place` has the fields of `Place`."""
+    own = _pass_of(problem, Place(*place))
+    if own is None:
+        return ()
+    size, size_v = element_bytes(own.kind)
+    has_room = own.parts > 0 and not has_few_registers(own.kind, own.place.capability)
+
+    def smem_bytes(record: Record[Sm80Tile]) -> int:
+        tile, columns = record.tile, size * record.head_dim + size_v * record.head_dim_v
+        factors = FLOAT_BYTES * (_FACTORS * tile.block_n + 2 * tile.block_m) if own.parts else 0
+        elements = tile.block_m * size * record.head_dim + tile.stages * tile.block_n * columns
+        return elements + factors + SMEM_BESIDE_TILES
+
+    def config_of(record: Record[Sm80Tile]) -> WideConfig:
+        sum_columns = 64 if has_room and record.head_dim <= 192 and record.tile.block_n != 32 else 32
+        return WideConfig(
+            entry=record.entries[0],
+            whole_products=own.kind == "float64" and own.place.capability >= (9, 0) and not own.asked,
+            smem_bytes=smem_bytes(record),
+            **own.constants(record, record.tile, sum_columns, 2 if has_room else 1),
+        )
+
+    found = own.candidates(of_forward(own.kind, own.place.limit), smem_bytes)
+    return tuple(with_rules(config_of(record), problem) for record in found)
 
 
 @kept
 def backward(problem: AttentionProblem, *place: Any) -> tuple[tuple[WideGradientConfig, ...], ...]:
     """The candidates for the kernels for dq, dk and dv of a problem, that for dq first in each."""
-    passes = _made(gradient_passes, backward_rows_of, problem, *place, plain_scores=has_plain_scale(problem))
-    return tuple(tuple(with_rules(config, problem) for config in each) for each in passes)
+    own = _pass_of(problem, Place(*place))
+    if own is None:
+        return ()
+    found = own.candidates(of_backward(own.kind, own.place.limit))
+    passes = [_gradients(own, record) for record in found]
+    # The last record comes once more with loops that are unrolled less, which takes fewer registers.
+    passes += [_gradients(own, record, less_unrolled=1) for record in found[-1:]]
+    return tuple(tuple(with_rules(config, problem) for config in each) for each in dict.fromkeys(passes))
+
+
+def _gradients(own: _Pass, record: Record[Sm80Tile], less_unrolled: int = 0) -> tuple[WideGradientConfig, ...]:
+    """The configurations of the kernels of a record, with fewer rows where its tile does not fit."""
+    parts, tile = own.parts, record.tile
+    shares = tile.key_warps > 1
+    takes_wider = not parts and own.place.capability >= (9, 0)
+    # A warp that has half of a result's columns holds many sums, so its loop is not unrolled.
+    unroll = 1 if takes_wider and tile.key_warps == 2 else _unroll(parts) - less_unrolled
+    sum_columns = 64 if parts > 1 and tile.stages > 1 else 32  # 32 columns take more registers than two stages leave
+    configs = []
+    size, size_v = element_bytes(own.kind)
+    for entry in record.entries:
+        wanted = key_results(entry)
+        row_bytes = record.head_dim * (size if wanted == ("dv",) else size + size_v) + _NUMBERS_BYTES
+        column_bytes = record.head_dim * (size + size_v) + _NUMBERS_BYTES
+        columns_bytes = tile.stages * tile.block_n * column_bytes + SMEM_BESIDE_TILES
+        fewer = tile
+        if shares and not parts:
+            row_bytes += tile.block_n * size  # warps exchange weights and gradients through this room
+        while shares and fewer.block_m * row_bytes + columns_bytes > own.place.limit:
+            # Whole elements are copied by all warps alike, so that their rows are halved.
+            less = 16 if parts else fewer.block_m // 2
+            num_warps = fewer.num_warps - less // 16 * tile.key_warps
+            fewer = replace(fewer, block_m=fewer.block_m - less, num_warps=num_warps)
+        turned = replace(fewer, block_m=fewer.block_n, block_n=fewer.block_m) if wanted else fewer
+        config = WideGradientConfig(
+            entry=entry,
+            whole_products=takes_wider,
+            of_keys=bool(wanted),
+            computes_dk="dk" in wanted,
+            computes_dv="dv" in wanted,
+            smem_bytes=fewer.block_m * row_bytes + columns_bytes,
+            **own.constants(record, turned, sum_columns, unroll),
+        )
+        configs.append(config)
+    return tuple(configs)
+
+
+def _unroll(parts: int) -> int:
+    """Steps of a product that a gradient kernel with options unrolls."""
+    return 2 if parts else 3
 
 
 @kept
 def of_bias(problem: AttentionProblem, *place: Any) -> tuple[WideGradientConfig, ...]:
-    """The candidates for the gradient of a bias of any shape."""
-    configs = _made(bias_configs, lambda kind, _: BIAS[kind], replace(problem, bias=None), *place)
-    return tuple(with_rules(config, problem) for config in configs)
+    """The candidates for the gradient of a bias of any shape, whose scale may be any."""
+    own = _pass_of(replace(problem, bias=None), Place(*place))
+    if own is None:
+        return ()
+    own = replace(own, asked=own.asked - {UNUSUAL_SCALE})
+
+    def smem_bytes(record: Record[Sm80Tile]) -> int:
+        tile, sizes = record.tile, element_bytes(own.kind)
+        columns = tile.stages * WideConfig.chunk * max(sizes) if tile.stages > 1 else record.head_dim * sum(sizes)
+        return (tile.block_m + tile.block_n) * (columns + _NUMBERS_BYTES) + SMEM_BESIDE_TILES
+
+    def config_of(record: Record[Sm80Tile]) -> WideGradientConfig:
+        in_chunks = record.tile.stages > 1
+        config = WideGradientConfig(
+            entry=record.entries[0],
+            whole_products=own.kind == "float64" and own.place.capability >= (9, 0) and (in_chunks or not own.asked),
+            of_keys=False,
+            computes_dk=False,
+            computes_dv=False,
+            smem_bytes=smem_bytes(record),
+            **replace(own, asked=own.asked | {"has_bias"}).constants(record, record.tile, 32, _unroll(own.parts)),
+        )
+        config = replace(config, has_bias=True, plain_scores=False)
+        return replace(config, unroll=1) if in_chunks and config.parts else config
+
+    found = own.candidates(of_bias_records(own.kind, own.place.limit), smem_bytes)
+    return tuple(with_rules(config_of(record), problem) for record in found)
 
 
 def reason(problem: AttentionProblem, gradients: bool) -> str:
@@ -331,15 +259,3 @@ def _tiles(problem: AttentionProblem, gradients: bool, name: str) -> str:
         return ", ".join(f"{c.entry} {c.tile}" for c in next(iter(backward(problem, *place)), ()))
     whole, half = (forward(p, *place) for p in (problem, of_half(problem)))
     return f"{(whole or half)[0].entry} {(whole or half)[0].tile}{'' if whole else BY_HALVES}" if half else ""
-
-
-def table(capability: Capability, limit: int) -> Iterator[tuple[WideConfig, str]]:
-    """Every kernel of both passes on wide elements for a GPU but those with users' own rules, with its dtype."""
-    for kind in [kind for kind in PARTS_OF if multiplies(kind, capability)]:
-        for flags in table_flags(KNOWN_TO_ALL):
-            forward_rows, backward_rows = forward_rows_of(kind, limit), backward_rows_of(kind, limit)
-            passes = [forward_configs(row, kind, None, flags, capability, limit)[0] for row in forward_rows]
-            gradients = [gradient_configs(row, kind, None, flags, capability, limit) for row in backward_rows]
-            of_bias = [bias_configs(row, kind, None, flags, capability, limit)[0] for row in BIAS[kind]]
-            for config in (*passes, *sum(gradients, ()), *of_bias):
-                yield config, dtype_of(kind)

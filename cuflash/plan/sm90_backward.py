@@ -17,6 +17,7 @@ from cuflash.hardware import (
     HALF_BYTES,
     L2_BYTES,
     PANEL,
+    ROWS_OF_WARP,
     ROWS_OF_WARPGROUP,
     whole_rows,
 )
@@ -95,6 +96,7 @@ class Sm90BackwardConfig(Sm90Config):
     has_bias_tiles: bool  # TMA loads the bias; else it is read element by element
     has_mask_vectors: bool  # a mask is read 16 keys at a time; else element by element
     writes_dbias: bool  # the kernel writes dbias, which has one element for each score
+    writes_dslopes: bool  # the kernel adds up the gradient of ALiBi's slopes
     wide_results: bool  # dq, dk and dv are float32, so that shares of several calls are added before they are rounded
     adds_results: bool  # dq, dk and dv are added to what the arrays hold
     splits_queries: bool  # several thread blocks share the queries of a tile of keys, and write float32 dk and dv each
@@ -136,6 +138,12 @@ class Sm90BackwardConfig(Sm90Config):
             splits_queries=False,
             **flags,
         )
+
+    @property
+    def slope_sums(self) -> int:
+        """The sums of the slopes' gradient that the warps of thread blocks with a tile of keys have, or with a pair."""
+        warpgroups = self.consumers if self.entry == NARROW else self.pair
+        return warpgroups * ROWS_OF_WARPGROUP // ROWS_OF_WARP
 
     @property
     def dq_tile(self) -> int:
@@ -226,6 +234,7 @@ def backward_config(
         has_bias_tiles=bias_tiles,
         has_mask_vectors=mask_vectors,
         writes_dbias=False,
+        writes_dslopes=False,
         wide_results=False,
         adds_results=False,
         splits_queries=False,
@@ -277,10 +286,12 @@ def backward(
     bias: Layout | None = None,
     dbias: Layout | None = None,
     mask: Layout | None = None,
+    dslopes: bool = False,
 ) -> tuple[Sm90BackwardConfig, ...]:
     """The candidates for the Hopper kernels on arrays of these `layouts` (strides in bytes, shape), the fastest first.
 
-    Their addresses, and those of `bias`, `mask` and a wanted `dbias`, are multiples of 16 bytes.
+    Their addresses, and those of `bias`, `mask` and a wanted `dbias`, are multiples of 16 bytes. With `dslopes` the
+    gradient of ALiBi's slopes is wanted, which those candidates add up that can.
     """
     if obstacle(problem) or not all(sm90_forward.expressible(*layout) for layout in layouts):
         return ()
@@ -293,7 +304,22 @@ def backward(
         return ()  # slower than mma.sync
     writes = _is_whole(problem) and has_vectors(dbias, HALF_BYTES)
     writes = writes and not problem.block_mask and not problem.softcap  # softcap changes ds
-    return tuple(replace(c, writes_dbias=writes and c.has_bias_tiles and c.entry == NARROW) for c in configs)
+    configs = tuple(replace(c, writes_dbias=writes and c.has_bias_tiles and c.entry == NARROW) for c in configs)
+    return tuple(map(with_dslopes, configs)) if dslopes else configs
+
+
+def with_dslopes(config: Sm90BackwardConfig) -> Sm90BackwardConfig:
+    """Return the configuration of a kernel that adds up the slopes' gradient, or the same one where none can.
+
+    That gradient comes from those of scores before softcap's derivative. Beside a rule, and in WIDE beside a bias, the
+    weights are multiplied by this derivative before.
+    """
+    others = config.has_score_mod or (config.has_bias and config.entry == WIDE)
+    if not config.has_alibi or (config.has_softcap and others):
+        return config
+    # A step has the place of the sums, too.
+    steps = SMEM_BESIDE_TILES if config.deterministic and config.entry == WIDE else 0
+    return replace(config, writes_dslopes=True, smem_bytes=config.smem_bytes + steps)
 
 
 def _configs(
@@ -352,8 +378,11 @@ def _of_scores() -> Iterator[tuple[Sm90BackwardConfig, str]]:
             yield with_query_splits(backward_config(row, dtype, None, flags)), dtype
         yield with_query_splits(backward_config(row, dtype, None, ("has_window",), deterministic=True)), dtype
     for row, dtype in product(BACKWARD, DTYPES):
-        for flags in (("has_window", "has_alibi"), ("has_dropout",), ("has_window", "has_dropout")):
+        for flags in (("has_dropout",), ("has_window", "has_dropout")):
             yield backward_config(row, dtype, None, flags), dtype
+        for deterministic in (False, True):
+            config = backward_config(row, dtype, None, ("has_window", "has_alibi"), deterministic)
+            yield with_dslopes(config), dtype
     for row, dtype in product(FOR_SHORT_RANGES, DTYPES):
         for flags in (("has_window",), ("has_window", "has_block_mask"), ("has_window", "has_dropout")):
             yield backward_config(row, dtype, None, flags), dtype
@@ -368,7 +397,7 @@ def _of_scores() -> Iterator[tuple[Sm90BackwardConfig, str]]:
             yield backward_config(row, dtype, None, ("has_window", "has_mask"), mask_vectors=True), dtype
     for row, dtype in product(WITH_OPTIONS, DTYPES):
         for options in (("has_softcap", "has_alibi", "has_dropout"), ("has_bias",), ("has_mask",)):
-            yield backward_config(row, dtype, None, ("has_window", *options)), dtype
+            yield with_dslopes(backward_config(row, dtype, None, ("has_window", *options))), dtype
         in_tiles = row in WITH_BIAS_TILES
         yield backward_config(row, dtype, None, ("has_window", "has_softcap", "has_bias"), bias_tiles=in_tiles), dtype
         if in_tiles:

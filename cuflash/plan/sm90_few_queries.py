@@ -19,12 +19,12 @@ from cuflash.problem.attention_problem import AttentionProblem
 
 # Bytes that memory delivers in a microsecond: an H200's. With slower memory more numbers of splits are equally good,
 # and of these the least is taken.
-_BYTES_PER_US = 4.4e6
-_SHORTEST_SPLIT = 128  # keys of a split: the bound for few keys is a launch's time, which no split makes shorter
+BYTES_PER_US = 4.4e6
+SHORTEST_SPLIT = 128  # keys of a split: the bound for few keys is a launch's time, which no split makes shorter
 _MOST_BLOCKS = 2  # most splits of tiles that a multiprocessor is given
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # numbers that are tried, and what fills the GPU once
 # Predictions that differ by less are the same; then fewer splits win, as their partial results take less memory.
-_EQUAL = 0.02
+EQUAL = 0.02
 
 
 def quickest(
@@ -33,7 +33,7 @@ def quickest(
     """The kernel among `configs` and the number of splits that are predicted to take the least time."""
     tried = [(config, n) for config in dict.fromkeys(configs) for n in _numbers_of_splits(problem, config, num_sms)]
     times = [predicted_us(problem, *choice, num_sms) for choice in tried]
-    bound = min(times) * (1 + _EQUAL)
+    bound = min(times) * (1 + EQUAL)
     good = [choice for choice, time in zip(tried, times, strict=True) if time <= bound]
     return min(good, key=lambda choice: choice[1])
 
@@ -41,18 +41,18 @@ def quickest(
 def predicted_us(problem: AttentionProblem, config: Sm90ForwardConfig, num_splits: int, num_sms: int) -> float:
     """Microseconds of a pass with so many splits of the keys, merging included and the host's work left out."""
     times = times_of(config)
-    seen = _keys_seen(problem, config)
+    seen = keys_seen(problem, config)
     steps = math.ceil(math.ceil(seen / config.block_n) / num_splits)
     rounds = math.ceil(_tiles(problem, config) * num_splits / num_sms)
     computing = rounds * (steps * times.step + times.tile)
     bytes_of_key = (problem.head_dim + problem.head_dim_v) * HALF_BYTES
-    reading = problem.batch * problem.num_heads_kv * seen * bytes_of_key / _BYTES_PER_US
+    reading = problem.batch * problem.num_heads_kv * seen * bytes_of_key / BYTES_PER_US
     return times.launch + max(computing, reading) + merging_us(_rows(problem), problem.head_dim_v, num_splits)
 
 
 def _numbers_of_splits(problem: AttentionProblem, config: Sm90ForwardConfig, num_sms: int) -> list[int]:
-    tiles, seen = _tiles(problem, config), _keys_seen(problem, config)
-    shortest = max(_SHORTEST_SPLIT, config.block_n)
+    tiles, seen = _tiles(problem, config), keys_seen(problem, config)
+    shortest = max(SHORTEST_SPLIT, config.block_n)
     once = max(num_sms // tiles, 1)
     return sorted(
         n
@@ -68,7 +68,7 @@ def _tiles(problem: AttentionProblem, config: Sm90ForwardConfig) -> int:
     return max(of_sequence * config.num_heads(problem) * problem.batch, 1)
 
 
-def _keys_seen(problem: AttentionProblem, config: Sm90ForwardConfig) -> int:
+def keys_seen(problem: AttentionProblem, config: Sm90ForwardConfig) -> int:
     """Keys that a tile of queries sees, at most; of packed sequences the mean length counts."""
     keys = _per_sequence(problem, problem.seqlen_k)
     if problem.pages is not None:  # a table may be much wider than what the pool can hold for each sequence

@@ -102,6 +102,7 @@ class Sm90ForwardConfig(Sm90Config):
     copies_rows: bool  # pages are so small that threads copy their rows; else TMA copies boxes of them
     hides_queries: bool  # lengths or a window may leave no key to whole tiles of queries
     splits_keys: bool  # several thread blocks share the keys of a tile, and a kernel merges their results
+    has_work_list: bool  # a kernel before this one lists tiles and chunks of their keys, as `sm90_mixed` says
     staging_panels: int  # panels of results in shared memory that TMA stores at a time; with 0 threads store them
     bias_stages: int  # buffers of the bias
     mask_stages: int  # buffers of the mask
@@ -253,6 +254,7 @@ def config_of(
         copies_rows=False,
         hides_queries=False,
         splits_keys=splits_keys,
+        has_work_list=False,
         staging_panels=0 if splits_keys else staging_panels,
         bias_stages=bias_stages,
         mask_stages=mask_stages,
@@ -292,7 +294,8 @@ def candidates(problem: AttentionProblem, config: Sm90ForwardConfig) -> tuple[Sm
     ]
     exact: dict[str, Any] = {"follows_every_maximum": True, "early_powers": 0} if config.follows_every_maximum else {}
     panels = [min(c.staging_panels, config.staging_panels) for c in smaller]
-    tails = [replace(c, pair=1, staging_panels=n, **exact) for c, n in zip(smaller, panels, strict=True)]
+    same: dict[str, Any] = {"pair": 1, "has_work_list": config.has_work_list, **exact}
+    tails = [replace(c, staging_panels=n, **same) for c, n in zip(smaller, panels, strict=True)]
     by_size = sorted(dict.fromkeys(tails), key=lambda c: -c.block_m * c.block_n)
     return config, *(with_rules(c, problem) for c in by_size)
 
@@ -309,7 +312,7 @@ def wide_config(problem: AttentionProblem, config: Sm90ForwardConfig) -> Sm90For
         of_pages = {"has_pages": config.has_pages}
         config = config_of(row, row.with_more, problem.dtype, problem.bias_dtype, flags, **of_pages)
         config = with_rules(config, problem)
-    return replace(for_pages(problem, config), splits_keys=True, staging_panels=0, pair=1)
+    return replace(for_pages(problem, config), splits_keys=True, has_work_list=False, staging_panels=0, pair=1)
 
 
 def for_pages(problem: AttentionProblem, config: Sm90ForwardConfig) -> Sm90ForwardConfig:
@@ -371,11 +374,18 @@ def expressible(strides: tuple[int, ...], shape: tuple[int, ...]) -> bool:
 def packs_heads(problem: AttentionProblem) -> bool:
     """Return True if the query heads of a KV head are rows of one tile, so that few queries read their keys once.
 
-    forward/rows.cuh says where these rows lie. Heads stay apart with options that do not find each row's own query and
-    head (`_KNOWN_TO_ROWS`). Packed sequences take such tiles with one head, too, as these can split their keys.
+    Packed sequences take such tiles with one head, too, as these can split their keys.
     """
     several = problem.group_size > 1 or problem.packed
-    return has_few_queries(problem) and several and not unknown(_KNOWN_TO_ROWS, problem)
+    return has_few_queries(problem) and several and may_pack_heads(problem)
+
+
+def may_pack_heads(problem: AttentionProblem) -> bool:
+    """Return True if a tile's rows may be the query heads of a KV head, as forward/rows.cuh says.
+
+    Heads stay apart with options that do not find each row's own query and head (`_KNOWN_TO_ROWS`).
+    """
+    return not unknown(_KNOWN_TO_ROWS, problem)
 
 
 def known_flags(problem: AttentionProblem) -> tuple[str, ...]:
@@ -439,9 +449,16 @@ def row_of(problem: AttentionProblem) -> Sm90Row:
 
 
 def config_for(
-    problem: AttentionProblem, bias_tiles: bool = False, mask_tiles: bool = False, few_queries: bool | None = None
+    problem: AttentionProblem,
+    bias_tiles: bool = False,
+    mask_tiles: bool = False,
+    few_queries: bool | None = None,
+    heads_are_rows: bool | None = None,
 ) -> Sm90ForwardConfig:
-    """The kernel of a problem, whose tile is that for few queries or not as these are, or as `few_queries` says."""
+    """The kernel of a problem, whose tile is that for few queries or not as these are, or as `few_queries` says.
+
+    Its rows are the query heads of a KV head where queries are few, or as `heads_are_rows` says.
+    """
     row = row_of(problem)
     plain_scores = has_plain_scale(problem)
     flags = known_flags(problem)
@@ -462,7 +479,7 @@ def config_for(
         few_queries=few_queries,
         bounded_scores=SMALLEST_BOUND <= problem.softcap <= _LARGEST_BOUND,
         mask_tiles=mask_tiles,
-        packs_heads=packs_heads(problem),
+        packs_heads=packs_heads(problem) if heads_are_rows is None else heads_are_rows,
         has_pages=problem.pages is not None,
     )
     config = with_rules(config, problem)
@@ -507,6 +524,18 @@ def _of_few_queries(row: Sm90Row, dtype: str) -> Iterator[Sm90ForwardConfig]:
     yield tiles(("has_window",), packs_heads=True, splits_keys=True)
 
 
+def _of_work_lists(row: Sm90Row, dtype: str) -> Iterator[Sm90ForwardConfig]:
+    """Kernels that take their tiles from a list of work: of rows and of pages, with tiles of few and of many rows."""
+    tiles = partial(forward_config, row, dtype, None, packs_heads=True)
+    listed = (
+        tiles(("has_window",), few_queries=True),
+        tiles(("has_window",), has_pages=True),
+        tiles(_KNOWN_TO_ROWS, few_queries=True, has_pages=True),
+        tiles(_KNOWN_TO_ROWS, has_pages=True),
+    )
+    yield from (replace(config, has_work_list=True) for config in listed)
+
+
 def _of_pages(row: Sm90Row, dtype: str) -> Iterator[Sm90ForwardConfig]:
     """Kernels of pages: many queries, and few, whose heads may need a tile of many rows."""
     tiles = partial(forward_config, row, dtype, None, has_pages=True)
@@ -534,7 +563,8 @@ def table() -> Iterator[tuple[Sm90ForwardConfig, str]]:
                 yield forward_config(row, dtype, None, flags), dtype
             for flags in ((), ("has_window",)):
                 yield replace(forward_config(row, dtype, None, flags), staging_panels=0), dtype
-            yield from ((config, dtype) for config in (*_of_few_queries(row, dtype), *_of_pages(row, dtype)))
+            lists = _of_work_lists(row, dtype)
+            yield from ((config, dtype) for config in (*_of_few_queries(row, dtype), *_of_pages(row, dtype), *lists))
             if row.many_keys:
                 yield forward_config(row, dtype, None, (), many_keys=True), dtype
                 yield forward_config(row, dtype, None, ("has_window",), many_keys=True), dtype

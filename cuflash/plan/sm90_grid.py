@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from cuflash.hardware import HALF_BYTES, L2_BYTES, WARP
 from cuflash.kept import kept
-from cuflash.plan import sm90_few_queries, sm90_forward
+from cuflash.plan import sm90_few_queries, sm90_forward, sm90_mixed
 from cuflash.plan.config import flags_of, without_window
 from cuflash.plan.sm90_forward import (
     Sm90ForwardConfig,
@@ -34,7 +34,7 @@ class Launches(NamedTuple):
     """The kernel of a problem, and the splits of the keys of each of its tiles."""
 
     config: Sm90ForwardConfig
-    num_splits: int  # 1 leaves the keys whole
+    num_splits: int  # 1 leaves the keys whole, unless a list of work cuts them
 
 
 @kept
@@ -43,6 +43,9 @@ def for_grid(problem: AttentionProblem, config: Sm90ForwardConfig, num_sms: int)
 
     `config` is the kernel for a grid that fills the GPU.
     """
+    with_list = sm90_mixed.config_of_list(problem, config, num_sms)
+    if with_list is not None:
+        return Launches(with_list, 1)
     if problem.block_mask or (problem.packed and not config.packs_heads):
         return Launches(config, 1)
     if problem.num_splits is not None:

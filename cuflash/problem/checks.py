@@ -146,6 +146,11 @@ def check_scores_like(
     return shape
 
 
+def _kind_of_mask(x: object) -> str:
+    """FlexAttention's class has the same name."""
+    return f"{type(x).__module__}.BlockMask" if _kind(x) == "BlockMask" else _kind(x)
+
+
 def check_block_mask(block_mask: object, score_shape: tuple[int | None, ...]) -> None:
     """Check that the batch and heads of a BlockMask are the call's or 1."""
     if block_mask is None:
@@ -153,8 +158,8 @@ def check_block_mask(block_mask: object, score_shape: tuple[int | None, ...]) ->
 
     if not isinstance(block_mask, MaskMetadata):
         raise TypeError(
-            f"block_mask: expected a cuflash.BlockMask (BlockMask.from_dense takes a bool array), "
-            f"got {_kind(block_mask)}"
+            f"block_mask: expected a cuflash.BlockMask (BlockMask.from_dense takes a bool array, "
+            f"BlockMask.from_function a function of b, h, i and j), got {_kind_of_mask(block_mask)}"
         )
     got = block_mask.shape
     if not all(

@@ -19,3 +19,8 @@ def __getattr__(name: str) -> Any:
     module = import_module("cuflash.rules.explain")
     globals()[name] = module.explain
     return module.explain
+
+
+def __dir__() -> list[str]:
+    """The public names alone, so that completion shows nothing else."""
+    return sorted(__all__)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import linecache
 import sys
+import traceback
+from collections.abc import Callable
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
+from typing import Any
 
 _OWN = str(Path(__file__).parent)
+_LIBRARIES = ("numpy", "cupy", "torch", "jax", "autograd")
 
 
 class RuleError(TypeError):
@@ -25,7 +29,26 @@ def here() -> str:
         if frame.f_back is None:
             return ""
         frame = frame.f_back
-    path, line = frame.f_code.co_filename, frame.f_lineno
+    return _line(frame, frame.f_lineno)
+
+
+def meets_traced(error: Exception) -> bool:
+    """Return True if a library's error is about a traced value, whose class or value it shows."""
+    return "Traced" in str(error) or "<traced " in str(error)
+
+
+def line_in(function: Callable[..., Any], error: Exception) -> str:
+    """Return `` (file, line n: text)`` of the innermost line of a user's module that an error came through."""
+    module = getattr(function, "__module__", None)
+    found = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals.get("__name__") == module:
+            found = _line(frame, line)
+    return found
+
+
+def _line(frame: FrameType, line: int) -> str:
+    path = frame.f_code.co_filename
     text = linecache.getline(path, line, frame.f_globals).strip()
     return f" ({path}, line {line}{f': {text}' if text else ''})"
 
@@ -36,4 +59,4 @@ def place_of(code: CodeType | None) -> str:
 
 
 def _is_library(code: CodeType, module: str) -> bool:
-    return code.co_filename.startswith(_OWN) or module.partition(".")[0] in ("numpy", "cupy")
+    return code.co_filename.startswith(_OWN) or module.partition(".")[0] in _LIBRARIES

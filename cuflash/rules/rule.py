@@ -10,11 +10,11 @@ from weakref import WeakKeyDictionary
 
 from cuflash.kept import Kept
 from cuflash.rules.cupy_functions import cupy_traces
-from cuflash.rules.errors import RuleError, place_of
+from cuflash.rules.errors import RuleAttributeError, RuleError, line_in, meets_traced, place_of
 from cuflash.rules.expression import INDICES, SCORE, Node, input_node
 from cuflash.rules.form import OperandType
 from cuflash.rules.operations import Operand, as_node, cast
-from cuflash.rules.tracing import Traced, TracedArray, operand_of, traced_operand
+from cuflash.rules.tracing import FUNCTIONS, Traced, TracedArray, operand_of, traced_operand
 
 PARAMETERS = {"score_mod": (SCORE, *INDICES), "mask_mod": INDICES}
 _MOST_SIGNATURES = 64  # of one function
@@ -108,12 +108,22 @@ def _names(code: CodeType) -> set[str]:
 
 def _trace(name: str, function: Callable[..., Any], operands: tuple[OperandType, ...], accum: str) -> Node:
     if not callable(function):
-        raise TypeError(f"{name}: expected a function {form_of(name)}, got {type(function).__name__}")
+        instead = "; block_mask takes it" if type(function).__name__ == "BlockMask" else ""
+        raise TypeError(f"{name}: expected a function {form_of(name)}, got {type(function).__name__}{instead}")
     inputs = [Traced(input_node(x, accum if x == SCORE else "int32"), accum) for x in PARAMETERS[name]]
     given = [traced_operand(number, kind, accum) for number, kind in enumerate(operands)]
     _check_parameters(name, function, len(inputs), len(given))
     with cupy_traces():
-        result = function(*inputs, *given)
+        try:
+            result = function(*inputs, *given)
+        except Exception as error:
+            if isinstance(error, (RuleError, RuleAttributeError)) or not meets_traced(error):
+                raise
+            raise RuleError(
+                f"{name}: a function or an array of another library met a traced value: pass arrays in operands; "
+                f"expected one of {', '.join(FUNCTIONS)}, of NumPy, of CuPy or of s.__array_namespace__()"
+                f"{line_in(function, error)}"
+            ) from error
     return _result(name, function, result, accum)
 
 

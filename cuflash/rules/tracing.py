@@ -115,7 +115,10 @@ class Traced:
         raise RuleError(f"iter() of a traced value: expected an array, got a number; {_USE_WHERE}{here()}")
 
     def __len__(self) -> int:
-        raise RuleError(f"len() of a traced value: expected an array, got a number{here()}")
+        raise RuleError(
+            f"len() of a traced value, or the index of an array that is no operand: its number is known only in the "
+            f"kernel; pass arrays in operands{here()}"
+        )
 
     def __array__(self, *_: Any, **__: Any) -> Any:
         raise RuleError(

@@ -17,13 +17,13 @@ from cuflash.cuda import compile as cuda_compile
 from cuflash.cuda import device as cuda_device
 from cuflash.gpu.kernels import load_kernel, source_of
 from cuflash.hardware import capability_of, smem_limit
-from cuflash.plan import sm80_backward, sm80_forward, sm80_fp8, sm80_splits, sm80_wide, sm90_backward, sm90_forward
+from cuflash.plan import listing, sm90_backward, sm90_forward, sm90_fp8
 from cuflash.plan import split as plan_split
 from cuflash.plan.config import KernelConfig
-from cuflash.plan.portable import table
 from cuflash.problem.attention_problem import DTYPES
 from cuflash.problem.fp8 import FP8
 from cuflash.tools.arguments import positive
+from cuflash.tools.info import first_line
 
 JOBS = min(8, os.cpu_count() or 1)
 _DTYPES = (*DTYPES, FP8)
@@ -52,14 +52,19 @@ def run(args: argparse.Namespace) -> int:
     """Return 0 if every kernel compiled, without spills where these show; 1 if not; 2 if something is missing."""
     try:
         import cupy
+
+        version = ".".join(map(str, cupy.cuda.nvrtc.getVersion()))
     except ImportError:
         print('cuflash compile needs CuPy: pip install "cuflash[cuda13]"', file=sys.stderr)
+        return 2
+    except Exception as error:  # whatever CuPy raises where a library cannot be loaded
+        words = f'needs NVRTC, which CuPy does not find: pip install "cuflash[cuda13]" ({first_line(error)})'
+        print(f"cuflash compile {words}", file=sys.stderr)
         return 2
     if args.arch:
         known = [f"sm_{number}" for number in cupy.cuda.nvrtc.getSupportedArchs()]
         unknown = [arch for arch in args.arch if arch.rstrip("af") not in known]
         if unknown:
-            version = ".".join(map(str, cupy.cuda.nvrtc.getVersion()))
             print(f"{', '.join(unknown)}: NVRTC {version} knows {', '.join(known)}", file=sys.stderr)
             return 2
         return _check(args)
@@ -78,11 +83,14 @@ def configs(
     """
     tables: list[Iterator[tuple[KernelConfig, str]]] = []
     if has_wgmma:
-        tables += [sm90_forward.table(), sm90_backward.table(), plan_split.table(), plan_split.gradient_table()]
-    tables += [
-        family.table(capability, limit) for family in (sm80_forward, sm80_fp8, sm80_splits, sm80_backward, sm80_wide)
-    ]
-    tables.append(table(limit))
+        tables += [
+            sm90_forward.table(),
+            sm90_fp8.table(),
+            sm90_backward.table(),
+            plan_split.table(),
+            plan_split.gradient_table(),
+        ]
+    tables.append(listing.kernels(listing.of_any_gpu(capability, limit)))
     for config, dtype in chain(*tables):
         if dtype in args.dtype and (args.kernel is None or config.entry in args.kernel):
             yield config
@@ -101,9 +109,15 @@ def _announce(count: int, args: argparse.Namespace) -> None:
 
 
 def _check(args: argparse.Namespace) -> int:
-    def compile_one(item: tuple[str, KernelConfig]) -> cuda_compile.Report:
-        arch, config = item
-        return cuda_compile.compile_for(arch, source_of(config), config.entry)
+    later = {arch: _later_of(arch) for arch in args.arch}
+
+    def compile_one(item: tuple[str, KernelConfig]) -> tuple[KernelConfig, cuda_compile.Report]:
+        arch, first = item
+        for config in (first, *later[arch].get(first, ())):  # where a kernel spills the next candidate runs
+            report = cuda_compile.compile_for(arch, source_of(config), config.entry)
+            if report.spill_bytes == 0:
+                return config, report
+        return first, cuda_compile.compile_for(arch, source_of(first), first.entry)
 
     items = [
         (arch, config)
@@ -113,7 +127,7 @@ def _check(args: argparse.Namespace) -> int:
     failed = 0
     _announce(len(items), args)
     found = zip(items, in_parallel(args.jobs, compile_one, items), strict=True)
-    for number, ((arch, config), report) in enumerate(found, 1):
+    for number, ((arch, _), (config, report)) in enumerate(found, 1):
         good = report.spill_bytes == 0 and not report.warnings and config.smem_bytes <= smem_limit(arch)
         failed += not good
         if args.json:
@@ -130,6 +144,15 @@ def _check(args: argparse.Namespace) -> int:
     if not args.json:
         print(f"{len(items)} kernels compiled, {failed} with spills, warnings or too much shared memory")
     return 1 if failed else 0
+
+
+def _later_of(arch: str) -> dict[KernelConfig, list[KernelConfig]]:
+    """Return the kernels that run where a first candidate spills, by its kernels."""
+    return {
+        kernel: [config for later in own.candidates[1:] for config in later if config.entry == kernel.entry]
+        for own in listing.of_any_gpu(capability_of(arch), smem_limit(arch))
+        for kernel in own.candidates[0]
+    }
 
 
 def _warm(args: argparse.Namespace) -> int:

@@ -17,7 +17,7 @@ from cuflash.cpu.threads import BLAS_THREADS
 from cuflash.cuda import device as cuda_device
 from cuflash.cuda import refusals
 from cuflash.hardware import capability_of, smem_limit
-from cuflash.plan import sm80_backward, sm80_forward, sm80_fp8, sm80_wide, sm90_backward, sm90_forward
+from cuflash.plan import sm80_backward, sm80_forward, sm80_fp8, sm80_wide, sm90_backward, sm90_forward, sm90_fp8
 from cuflash.plan import split as plan_split
 from cuflash.plan.config import flags_of, without_window
 from cuflash.plan.portable import PortableConfig, key_kernels, plan
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     facts = {"cuflash": __version__, "python": platform.python_version(), **versions(_PACKAGES), **_gpu()}
     chosen = _chosen(args, head_dim_v)
     lacks = missing()
-    refused = [refusal._asdict() for refusal in refusals.every()]
+    refused = [refusal._asdict() for refusal in dict.fromkeys(refusals.every())]
     if args.json:
         print(json.dumps({**facts, "missing": lacks, "refused": refused, "kernels": chosen}))
         return 0
@@ -194,6 +194,7 @@ def _chosen(args: argparse.Namespace, head_dim_v: int) -> dict[str, str]:
         mma["forward on FP8 keys and values"] = sm80_fp8.reason(replace(problem, has_fp8_keys=True))
         bias_dtype = "float32" if args.bias else None
         codes = replace(problem, has_fp8_keys=True, dtype=e4m3.NAME, bias_dtype=bias_dtype, out_dtype=problem.dtype)
+        hopper["forward on Hopper, FP8 arrays alone"] = sm90_fp8.reason(codes)
         mma["forward on FP8 arrays alone"] = sm80_fp8.reason(codes)
     if args.bias:
         configs = sm80_backward.of_bias(problem, True, capability_of("sm_80"), smem_limit("sm_80"))

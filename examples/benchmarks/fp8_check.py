@@ -130,7 +130,7 @@ def draw(seed: int) -> Drawn:
     paged = per == "token" and not {"bias", "mask"} & set(options) and rng.random() < 0.5
     if paged:
         lengths = options.setdefault("kv_lengths", np.full(batch, seqlen_k, np.int32))
-        of_keys = [*arrays[1:], scales["k_scale"], scales["v_scale"]]
+        of_keys: list[np.ndarray] = [*arrays[1:], scales["k_scale"], scales["v_scale"]]
         (*pools, k_scale, v_scale), table = _into_pages(rng, of_keys, int(rng.choice(PAGE_SIZES)))
         arrays[1:] = pools
         given |= {"k_scale": k_scale, "v_scale": v_scale, "block_table": table, "kv_lengths": lengths}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -241,6 +242,31 @@ def test_torch_func_and_no_grad() -> None:
     torch.testing.assert_close(gradient, variable.grad)
     with torch.no_grad():
         assert not module.attention(variable, k, v).requires_grad
+
+
+def test_torch_checkpoints_and_compiled_functions() -> None:
+    """Activation checkpointing of both kinds, and torch.compile, which leaves attention as it is."""
+    torch = pytest.importorskip("torch")
+    module = adapter("torch")
+    table = torch.zeros(2, 9)
+
+    def score_mod(s: Array, b: Array, h: Array, i: Array, j: Array, table: Array) -> Array:
+        return s + table[h, i - j + 4]
+
+    def block(q: Any) -> Any:
+        out, lse = module.attention(q * 2, q, q, return_lse=True, causal=True, score_mod=score_mod, operands=(table,))
+        return out.sum() + lse.square().sum()
+
+    def gradient(function: Callable[[Any], Any]) -> Any:
+        q = torch.linspace(-1, 1, 80).reshape(1, 5, 2, 8).requires_grad_()
+        function(q).backward()
+        return q.grad
+
+    expected = gradient(block)
+    for reentrant in (True, False):
+        again = gradient(partial(torch.utils.checkpoint.checkpoint, block, use_reentrant=reentrant))
+        assert torch.equal(again, expected)
+    assert torch.equal(gradient(torch.compile(block, backend="aot_eager")), expected)
 
 
 def test_thinc_constants_and_wrong_names() -> None:

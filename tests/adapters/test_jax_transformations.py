@@ -192,7 +192,7 @@ def test_errors_come_when_a_call_is_traced() -> None:
         traced(bias=np.zeros((7, 7), np.float32))
     with pytest.raises(ValueError, match="softcap: expected None or 0"):
         traced(softcap=-1.0)
-    with pytest.raises(TypeError, match="dropout_p: expected a real number"):
+    with pytest.raises(TypeError, match="dropout_p: expected a value that is known"):
         jax.jit(lambda q, p: adapter.attention(q, q, q, dropout_p=p, dropout_seed=1))(np.ones((1, 5, 2, 4)), 0.5)
     with pytest.raises(TypeError, match="bias: expected an array of JAX or NumPy, got list"):
         traced(bias=[[0.0]])
@@ -200,6 +200,14 @@ def test_errors_come_when_a_call_is_traced() -> None:
         traced(mask=np.ma.ones((5, 5), bool))
     with pytest.raises(TypeError, match="truth|bool"):
         traced(score_mod=lambda s, b, h, i, j: s if s > 0 else 0)
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "softmax_scale", "return_lse"])
+def test_options_are_known_when_a_call_is_traced(name: str) -> None:
+    x = jax.numpy.ones((1, 5, 2, 8))
+    value = {"causal": True, "window": (2, 0), "softmax_scale": 0.5, "return_lse": True}[name]
+    with pytest.raises(TypeError, match=f"^{name}: expected a value that is known .* static_argnames of jax.jit"):
+        jax.jit(lambda x, value: adapter.attention(x, x, x, **{name: value}))(x, value)
 
 
 def test_no_forward_mode_and_no_second_derivative() -> None:

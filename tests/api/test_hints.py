@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -126,6 +127,32 @@ def test_every_keyword_of_other_attentions() -> None:
     }
     wanted |= {"key_padding_mask", "attn_bias", "cache_seqlens", "page_table", "logits_soft_cap", "return_softmax_lse"}
     assert wanted <= hints.OPTIONS.keys()
+
+
+def test_a_misspelt_option() -> None:
+    with pytest.raises(TypeError, match=r"^caual: no such option; did you mean causal\? expected one of causal, "):
+        OF_OPTIONS["attention"](caual=True)
+
+
+def test_every_option_of_others_on_the_page_has_a_hint() -> None:
+    """The tables of docs/migration.md write an option as `name=`, or as a name alone, behind the first column."""
+    page = (Path(__file__).parents[2] / hints.PAGE).read_text(encoding="utf-8")
+    rows = [re.split(r"(?<!\\)\|", line)[2:] for line in page.splitlines() if line.startswith("| ")]
+    cells = [code for row in rows for cell in row for code in re.findall(r"`([^`]+)`", cell)]
+    named = {name for code in cells for name in re.findall(r"(\w+)=", code)}
+    ours = {*OPTION_NAMES, "return_lse"}
+    tables = (hints.OPTIONS, hints.APPEND, hints.CACHE, hints.MASKS)
+    assert {name for name in named - ours if not any(name in table for table in tables)} == set()
+
+
+def test_masks_of_flex_attention_and_masks_in_a_wrong_place() -> None:
+    flex = type("BlockMask", (), {"__module__": "torch.nn.attention.flex_attention"})
+    with pytest.raises(TypeError, match=r"cuflash\.BlockMask .*got torch\.nn\.attention\.flex_attention\.BlockMask$"):
+        OF_OPTIONS["attention"](block_mask=flex())
+    with pytest.raises(TypeError, match=r"BlockMask\.from_function a function of b, h, i and j\), got function"):
+        OF_OPTIONS["attention"](block_mask=lambda b, h, i, j: i >= j)
+    with pytest.raises(TypeError, match="got BlockMask; block_mask takes it"):
+        OF_OPTIONS["attention"](mask_mod=BlockMask.sliding_window(3, 3, 1, 1))
 
 
 def test_hints_name_arguments_that_exist() -> None:

@@ -402,6 +402,8 @@ def test_wrong_caches() -> None:
         assert PagedCache(**good, dtype=dtype, xp=np).k.dtype == dtype
     cache = PagedCache(**good, dtype="float32", xp=np)
     assert cache.k.shape == cache.v.shape == (1, 4, 2, 1, 8)
+    expected = "num_pages=4, page_size=2, num_heads_kv=1, head_dim=8, dtype=float32, num_free_pages=4"
+    assert repr(cache) == f"PagedCache(num_layers=1, {expected})"
 
 
 def test_fp8_holds_codes(device: Device) -> None:

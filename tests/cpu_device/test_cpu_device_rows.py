@@ -17,8 +17,7 @@ from cpu_device import hook
 from cpu_device.device import SMEM_LIMITS, Check, CpuDevice
 from devices import Device
 
-from cuflash.plan import portable as plan_portable
-from cuflash.plan import sm80_backward, sm80_forward, sm80_wide, sm90_backward, sm90_forward
+from cuflash.plan import listing, sm90_backward, sm90_forward
 from cuflash.plan import split as plan_split
 from cuflash.plan.config import KernelConfig
 
@@ -42,11 +41,11 @@ def all_rows() -> Iterator[Row]:
     """Yield the configuration with the fewest options of each row that no older GPU has."""
     seen = set()
     for capability, limit in SMEM_LIMITS.items():
-        mma = (sm80_forward.table, sm80_backward.table, sm80_wide.table)
+        mma = (listing.of_forward, listing.of_backward, listing.of_wide)
         tables: list[tuple[tuple[int, int], bool, rows.Table]] = [
-            (_WITHOUT_TENSOR_CORES, False, plan_portable.table(limit))
+            (_WITHOUT_TENSOR_CORES, False, listing.kernels(listing.of_portable(limit)))
         ]
-        tables += [(capability, False, table(capability, limit)) for table in mma]
+        tables += [(capability, False, listing.kernels(family(capability, limit))) for family in mma]
         if capability == (9, 0):
             hopper = sm90_forward.table, sm90_backward.table, plan_split.table, plan_split.gradient_table
             tables += [(capability, True, table()) for table in hopper]

@@ -29,6 +29,16 @@ CELLS = [
         PLAIN, name="smaller blocks", batch=1, seqlen_q=300, seqlen_k=300, density=0.3, block_size=64, causal=True
     ),
     dataclasses.replace(PLAIN, name="packed", seqlen_q=90, seqlen_k=90, batch=3, lengths=(50, 1, 39), causal=True),
+    dataclasses.replace(
+        PLAIN,
+        name="mixed",
+        seqlen_q=43,
+        seqlen_k=130,
+        batch=3,
+        lengths=(2, 1, 40),
+        key_lengths=(9, 60, 61),
+        causal=True,
+    ),
     dataclasses.replace(PLAIN, name="window as blocks", causal=True, window_left=5, options=("blocks",)),
     dataclasses.replace(PLAIN, name="but one pair", causal=True, window_left=50, options=("blocks", "hole")),
     *(
@@ -53,9 +63,9 @@ def test_sample_agrees_with_the_reference_and_sees_errors(cell: Cell, monkeypatc
     q, k, v, dout = (inputs[name] for name in ("q", "k", "v", "dout"))
     given = given_to_reference(inputs)
     if cell.lengths:
-        ends = np.cumsum((0, *cell.lengths)).astype(np.int32)
-        out, lse = reference.attention_varlen(q, k, v, ends, ends, **given)
-        gradients = reference.attention_varlen_backward(dout, q, k, v, ends, ends, **given)
+        ends = [np.cumsum((0, *lengths)).astype(np.int32) for lengths in (cell.lengths, cell.keys)]
+        out, lse = reference.attention_varlen(q, k, v, *ends, **given)
+        gradients = reference.attention_varlen_backward(dout, q, k, v, *ends, **given)
     else:
         out, lse = reference.attention(q, k, v, **given)
         gradients = reference.attention_backward(dout, q, k, v, **given)
@@ -79,6 +89,9 @@ def test_flops_count_visible_pairs() -> None:
     assert dataclasses.replace(square, causal=True).flops(FORWARD) == full / 2
     diagonal = dataclasses.replace(square, causal=True, window_left=0)
     assert diagonal.flops(FORWARD) == pytest.approx(full / 48)
+    mixed = dataclasses.replace(square, causal=True, lengths=(1, 3), key_lengths=(5, 7))
+    assert mixed.flops(FORWARD) == 2 * (5 + (5 + 6 + 7)) * 4 * (16 + 24)
+    assert mixed.plain == mixed
 
 
 def test_a_mask_that_hides_all_is_no_work_and_only_zeros_are_right() -> None:

@@ -18,8 +18,7 @@ from error_rule import INPUTS, NAMES, assert_error_rule, forward_by
 from other_gpu import kernels_on, other_gpu
 
 from cuflash import hardware
-from cuflash.plan import portable as plan_portable
-from cuflash.plan import sm80_backward, sm80_forward, sm80_wide
+from cuflash.plan import listing
 from cuflash.plan.config import KernelConfig
 
 pytestmark = pytest.mark.gpu
@@ -47,10 +46,10 @@ def all_rows() -> Iterator[Row]:
     seen: set[tuple[Any, ...]] = set()
     for arch in ARCHITECTURES:
         own, limit = hardware.capability_of(arch), hardware.smem_limit(arch)
-        mma = (sm80_forward.table, sm80_backward.table, sm80_wide.table)
-        tables = [(_WITHOUT_TENSOR_CORES, plan_portable.table(limit)), *((own, table(own, limit)) for table in mma)]
-        for capability, table in tables:
-            for number, row in enumerate(rows.rows_of(table)):
+        mma = (listing.of_forward, listing.of_backward, listing.of_wide)
+        families = [(_WITHOUT_TENSOR_CORES, listing.of_portable(limit)), *((own, family(own, limit)) for family in mma)]
+        for capability, passes in families:
+            for number, row in enumerate(rows.rows_of(listing.kernels(passes))):
                 of_row = rows.identity(row[0][0])
                 if number == 0 or of_row not in seen:
                     seen.add(of_row)

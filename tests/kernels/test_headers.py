@@ -13,8 +13,9 @@ from cuflash import cuda_src, hardware
 from cuflash.cuda import compile as cuda_compile
 from cuflash.cuda import source
 from cuflash.gpu import kernels
-from cuflash.plan import entries, portable, sm80_fp8, sm80_wide, sm90_backward, sm90_forward, split
+from cuflash.plan import entries, listing, sm90_backward, sm90_forward, sm90_fp8, split
 from cuflash.plan.config import KernelConfig
+from cuflash.plan.portable_tiles import OPERAND_ENTRIES
 
 SOURCES = Path(cuda_src.__path__[0])
 PAGED = "forward", "forward_sm80", "fp8_forward_sm80"
@@ -24,12 +25,13 @@ def configs() -> Iterator[KernelConfig]:
     """Yield a configuration of each kernel."""
     place = hardware.capability_of(compiling.HOPPER), hardware.smem_limit(compiling.HOPPER)
     found: dict[str, KernelConfig] = {}
-    tables = sm90_forward.table(), sm90_backward.table(), split.table(), sm80_fp8.table(*place), sm80_wide.table(*place)
+    codes = listing.kernels(listing.of_fp8(*place))
+    tables = sm90_forward.table(), sm90_backward.table(), sm90_fp8.table(), split.table(), codes
     for config in (*(x for table in tables for x, _ in table), *compiling.tables_of(compiling.HOPPER)):
         found.setdefault(config.entry, config)
     yield from found.values()
     yield from (replace(found[name], entry=f"paged_{name}") for name in PAGED)
-    yield from (replace(found[portable.OPERAND_ENTRIES[0]], entry=name) for name in portable.OPERAND_ENTRIES)
+    yield from (replace(found[OPERAND_ENTRIES[0]], entry=name) for name in OPERAND_ENTRIES)
 
 
 def texts() -> Iterator[tuple[str, str]]:

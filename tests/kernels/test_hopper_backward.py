@@ -122,6 +122,7 @@ SPLITS: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {
         (400, 90, 4, 1),
         {"q_lengths": np.array([370, 0], np.int32), "kv_lengths": np.array([90, 8], np.int32)},
     ),
+    "alibi": ((500, 200, 4, 2), {"alibi_slopes": np.array([0.5, -0.1, 0.02, 0.3], np.float32), "window": (300, 60)}),
     "softcap and bias": ((300, 64, 4, 1), {"softcap": 3.0, "bias": normal(1, 4, 300, 64)}),
 }
 

@@ -19,8 +19,8 @@ from cuflash.gpu import kernels as gpu_kernels
 from cuflash.gpu import params as gpu_params
 from cuflash.gpu import portable as gpu_portable
 from cuflash.plan import config as plan_config
+from cuflash.plan import listing, sm80_wide, sm90_backward, sm90_forward, sm90_fp8
 from cuflash.plan import portable as plan_portable
-from cuflash.plan import sm80_backward, sm80_forward, sm80_wide, sm90_backward, sm90_forward
 from cuflash.plan import split as plan_split
 from cuflash.plan.config import FLAGS
 from cuflash.problem.attention_problem import AttentionProblem
@@ -28,6 +28,10 @@ from cuflash.problem.attention_problem import AttentionProblem
 pytest.importorskip("cupy", reason='no CuPy: pip install "cuflash[cuda13]"')
 
 SMALL_ENTRIES = ("delta", "merge_splits", "merge_rows", "reduce_sink", "reduce_slopes", "reduce_bias")
+
+
+def plain_config(dtype: str = "float32", flags: tuple[str, ...] = ()) -> plan_portable.PortableConfig:
+    return plan_portable.plan(listing.problem_of(dtype, 64, 64, flags), "forward")[0]
 
 
 @needs_compiler
@@ -53,7 +57,7 @@ def test_every_row_is_compiled_for_hopper_or_for_its_oldest_architecture() -> No
 @pytest.mark.parametrize("entry", SMALL_ENTRIES)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_small_kernels_compile(dtype: str, entry: str) -> None:
-    config = plan_portable.config_of("forward", dtype, None, 0, 64, ())
+    config = plain_config(dtype)
     text = gpu_kernels.text_of("around/reduce", gpu_portable.constants_of_sums(config))
     report = cuda_compile.compile_for("sm_75", text, entry)
     assert report.spill_bytes == 0
@@ -61,7 +65,7 @@ def test_small_kernels_compile(dtype: str, entry: str) -> None:
 
 
 def test_sources_are_self_contained() -> None:
-    for config, _ in plan_portable.table(hardware.SMALLEST_SMEM):
+    for config, _ in listing.kernels(listing.of_portable(hardware.SMALLEST_SMEM)):
         text = source(config)
         assert '#include "' not in text
         assert text.count("struct AttentionParams {") == 1
@@ -69,7 +73,7 @@ def test_sources_are_self_contained() -> None:
 
 
 def test_every_constant_is_emitted() -> None:
-    config = plan_portable.config_of("forward", "float32", None, 0, 64, ("has_window",))
+    config = plain_config(flags=("has_window",))
     text = source(config)
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -85,7 +89,7 @@ def test_every_constant_is_emitted() -> None:
 
 
 def test_an_edited_header_is_a_new_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = plan_portable.config_of("forward", "float32", None, 0, 64, ())
+    config = plain_config()
     before = source(config)
     read = cuda_source._read
     monkeypatch.setattr(
@@ -96,7 +100,7 @@ def test_an_edited_header_is_a_new_kernel(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_lines_of_messages_are_those_of_the_files() -> None:
     """The text goes on behind every #line as the named file does from that line on."""
-    text = source(plan_portable.config_of("forward", "float32", None, 0, 64, ()))
+    text = source(plain_config())
     root = Path(cuflash.__file__).parent.parent / "cuda_src"
     lines = text.splitlines()
     seen = 0
@@ -116,7 +120,7 @@ def test_lines_of_messages_are_those_of_the_files() -> None:
 
 @needs_compiler
 def test_compile_errors_name_file_and_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = plan_portable.config_of("forward", "float32", None, 0, 64, ())
+    config = plain_config()
     read = cuda_source._read
     broken = "int broken = undefined_name;\n"
     monkeypatch.setattr(cuda_source, "_read", lambda path: (broken if path == "rules/mask.cuh" else "") + read(path))
@@ -129,8 +133,9 @@ def test_two_processes_compile_at_once() -> None:
     code = (
         "from cuflash.cuda.compile import compile_for\n"
         "from cuflash.gpu.kernels import source_of\n"
-        "from cuflash.plan.portable import config_of\n"
-        "config = config_of('forward', 'float32', None, 0, 64, ())\n"
+        "from cuflash.plan.listing import problem_of\n"
+        "from cuflash.plan.portable import plan\n"
+        "config = plan(problem_of('float32', 64, 64, ()), 'forward')[0]\n"
         "print(len(compile_for('sm_90', source_of(config), 'forward').cubin))\n"
     )
     runs = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
@@ -149,7 +154,7 @@ def test_the_parameter_struct_has_no_gaps_that_differ() -> None:
 
 def test_warpgroups_ask_for_no_more_registers_than_their_block_has() -> None:
     """A warpgroup that asked for more (setmaxnreg.inc) would wait for ever, as a block has those of its launch."""
-    tables = (sm90_forward.table, sm90_backward.table, plan_split.table, plan_split.gradient_table)
+    tables = (sm90_forward.table, sm90_fp8.table, sm90_backward.table, plan_split.table, plan_split.gradient_table)
     configs = [config for table in tables for config, _ in table()]
     assert configs
     for config in configs:
@@ -171,8 +176,8 @@ def test_a_gpu_that_no_table_names_has_kernels(arch: str, kin: str) -> None:
     assert limit == hardware.smem_limit(kin)
     problem = AttentionProblem(1, 8, 8, 1, 1, 64, 64, "float32")
     assert sm80_wide.backward(problem, True, capability, limit)
-    for table in (sm80_forward.table, sm80_backward.table, sm80_wide.table):
-        assert all(config.smem_bytes <= limit for config, _ in table(capability, limit))
+    passes = listing.of_any_gpu(capability, limit)
+    assert all(config.smem_bytes <= limit for config, _ in listing.kernels(passes))
 
 
 @pytest.mark.parametrize("head_dim", [1, 32, 33, 64, 65, 128, 129, 256])
@@ -183,7 +188,7 @@ def test_classes_hold_their_head_dims(head_dim: int) -> None:
 
 
 def test_the_table_names_every_dtype_and_flag() -> None:
-    configs = [config for config, _ in plan_portable.table(hardware.smem_limit("sm_90"))]
+    configs = [config for config, _ in listing.kernels(listing.of_portable(hardware.smem_limit("sm_90")))]
     assert {config.element for config in configs} == {"__half", "__nv_bfloat16", "float", "double"}
     for flag in FLAGS:
         # Only parts of a longer problem have places, and test_partial.py compiles their kernels. Codes are converted

@@ -18,7 +18,7 @@ from devices import Device, has_gpu
 
 from cuflash import hardware
 from cuflash.gpu import launch
-from cuflash.plan import sm80_backward, sm80_forward
+from cuflash.plan import listing, sm80_backward, sm80_tiles
 
 CPUS = {"sm_75": (7, 5), "sm_80": (8, 0), "sm_86": (8, 6)}
 needs_compiler = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
@@ -47,7 +47,7 @@ def place(request: pytest.FixtureRequest) -> Iterator[Device]:
     with hook.kernels_on(cpu_device.CpuDevice(CPUS[request.param], num_sms=3)):
         yield Device(request.param, np, nullcontext)
     entries = {x.kernel.entry for x in launch._launches.values()}
-    assert {sm80_forward.ENTRY, sm80_backward.MAIN} <= entries
+    assert {sm80_tiles.ENTRY, sm80_backward.MAIN} <= entries
 
 
 def agrees(place: Device, case: Any) -> None:
@@ -67,9 +67,10 @@ def test_head_dims(place: Device, dims: tuple[int, int], causal: bool) -> None:
 
 @pytest.mark.parametrize("entry", [sm80_backward.ROWS, sm80_backward.DQ])
 def test_kernels_around_the_gradients_are_compiled_once_for_all_options(entry: str) -> None:
-    given = "float16", None
     with_one, with_other = (
-        sm80_backward.configs(sm80_backward.BACKWARD[0], *given, (flag,), (8, 0), hardware.smem_limit("sm_80"))[0][0]
+        sm80_backward.backward(
+            listing.problem_of("float16", 64, 64, (flag,)), True, (8, 0), hardware.smem_limit("sm_80")
+        )[0][0]
         for flag in ("has_alibi", "has_dropout")
     )
     assert with_one != with_other
@@ -155,7 +156,7 @@ def test_listed_tiles(dims: tuple[int, int], size: int, causal: bool) -> None:
         for before, after in zip(clean, case.on(place).forward(), strict=True):
             np.testing.assert_array_equal(before, after)
     configs: dict[str, Any] = {x.kernel.entry: x.kernel.config for x in launch._launches.values()}
-    of_queries, of_keys = configs[sm80_forward.ENTRY], configs[sm80_backward.MAIN]
+    of_queries, of_keys = configs[sm80_tiles.ENTRY], configs[sm80_backward.MAIN]
     assert of_queries.listed == (2 if dims[0] == 64 and size == 128 and not causal else 1)
     widest = size if dims[0] <= 128 else 64
     assert (of_queries.block_m, of_keys.block_n) == (widest, widest)

@@ -19,8 +19,8 @@ from cuflash import reference
 from cuflash.cuda import compile as cuda_compile
 from cuflash.frontend import metadata
 from cuflash.frontend.partial import Part, sees_anything, sees_everything, window_of_part
+from cuflash.plan import listing, sm90_backward, sm90_forward
 from cuflash.plan import portable as plan_portable
-from cuflash.plan import sm90_backward, sm90_forward
 from cuflash.plan.sm90_backward_tiles import BACKWARD
 from cuflash.plan.sm90_tiles import FORWARD
 from cuflash.problem.attention_problem import Place
@@ -210,9 +210,11 @@ def test_a_repeated_part_computes_anew() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_kernels_with_places_compile_without_spills(dtype: str, entry: str) -> None:
     """The portable kernels' registers hold positions, too, which ALiBi and dropout of a part need."""
-    flags = ("has_window", "has_alibi", "has_dropout", "has_place")
+    flags = ("has_window", "has_alibi", "has_dropout")
     for head_dim in (64, 128):
-        config = plan_portable.config_of(entry, dtype, None, head_dim, head_dim, flags)
+        problem = listing.problem_of(dtype, head_dim, head_dim, flags, place=Place(first_k=1))
+        config = plan_portable.plan(problem, entry)[0]
+        assert config.has_place
         report = cuda_compile.compile_for("sm_80", source(config), entry)
         assert report.spill_bytes == 0, (head_dim, report)
         assert not report.warnings

@@ -121,9 +121,11 @@ def test_values_that_are_columns_of_pooled_keys_come_with_them(streamed: list[La
 def codes(is_paged: bool) -> tuple[dict[str, Array], dict[str, Any]]:
     """Return e4m3 codes with scales of every row."""
     lengths = np.array([60, 7, 41], np.int32)
+    options: dict[str, Any]
     given, options = paged("float32") if is_paged else (arrays("float32", batch=3), {"kv_lengths": lengths})
     for name in ("q", "k", "v"):
-        given[name], scale = cuflash.quantize_fp8(given[name], per="token")
+        x: Any = given[name]
+        given[name], scale = cuflash.quantize_fp8(x, per="token")
         options[f"{name}_scale"] = scale
     return given, options
 

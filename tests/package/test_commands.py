@@ -157,6 +157,19 @@ def test_compile_names_the_architectures(capsys: pytest.CaptureFixture[str]) -> 
     assert lines and all(line["good"] and line["arch"] == "sm_80" for line in lines)
 
 
+def test_compile_without_the_compiler(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """CuPy is there, and the run-time compiler's library is not, as after `pip install cupy-cuda13x` alone."""
+    cupy = pytest.importorskip("cupy")
+
+    def absent() -> None:
+        raise RuntimeError("Failure finding libnvrtc\nin many places")
+
+    monkeypatch.setattr(cupy.cuda.nvrtc, "getVersion", absent)
+    assert main(["compile", "--arch", "sm_80"]) == 2
+    error = capsys.readouterr().err
+    assert "needs NVRTC" in error and "cuflash[cuda13]" in error and len(error.splitlines()) == 1
+
+
 def test_no_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     assert main(["bench", "--device", "gpu"]) == 2

@@ -38,7 +38,18 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "cache": ("appending", "offload", "pages", "problem", "steps", *BASE),
     "distributed": ("frontend", "merge", "problem", *BASE),
     "offload": ("frontend", "merge", "masks", "problem", *BASE),
-    "__init__": ("attention", "cache", "fp8", "merge", "masks", "distributed", "offload", *BASE),
+    "__init__": (
+        "attention",
+        "cache",
+        "fp8",
+        "merge",
+        "masks",
+        "distributed",
+        "offload",
+        "conversions",
+        "rules",
+        *BASE,
+    ),
     "adapters": ("__init__", "frontend", "problem", *BASE),  # above the public functions
     "__main__": ("__init__",),
     "reference": (),
@@ -52,7 +63,7 @@ PUBLIC = ("_fields", "_replace", "_asdict")
 # A backend is found by name and imported when it is first needed; so is the module that puts a mask onto a GPU.
 BY_NAME = {
     "fp8": {"cuflash.gpu.quantize"},
-    "__init__": {"cuflash.adapters", "cuflash.distributed", "cuflash.offload"},
+    "__init__": {f"cuflash.{name}" for name in ("adapters", "conversions", "distributed", "offload", "rules")},
     "frontend": {"cuflash.cpu.backend", "cuflash.gpu.backend"},
     "masks": {"cuflash.cuda.device"},
     "rules": {"cuflash.rules.explain", "cuflash.rules.rule"},

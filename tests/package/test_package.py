@@ -113,9 +113,13 @@ def test_completion_shows_public_names_alone() -> None:
         q = np.ones((1, 3, 2, 8), np.float32)
         cuflash.attention(q, q, q, block_mask=cuflash.BlockMask.sliding_window(3, 3, 1, 0))
         assert cuflash.distributed.shard and cuflash.offload.attention and cuflash.adapters
+        assert cuflash.conversions.from_csr and cuflash.rules.explain
+        for name in ("conversions", "distributed", "offload", "rules"):
+            module = getattr(cuflash, name)
+            assert sorted(module.__all__) == dir(module), name
         print(*dir(cuflash))
     """)
-    assert set(shown.split()) == PUBLIC | {"adapters", "distributed", "offload"}
+    assert set(shown.split()) == PUBLIC | {"adapters", "conversions", "distributed", "offload", "rules"}
 
 
 def test_import_adds_less_than_50_ms_to_numpy(tmp_path: Path) -> None:

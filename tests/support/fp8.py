@@ -76,11 +76,14 @@ def inputs(kind: str, seed: int, seqlens: tuple[int, int] = (160, 400), heads: t
     return [x.astype(np.float32) for x in arrays]
 
 
-def naive(q: Array, k: Array, v: Quantized, out_dtype: str, weights: str, key_tile: int = KEY_TILE) -> Array:
+def naive(
+    q: Array, k: Array, v: Quantized, out_dtype: str, weights: str, key_tile: int = KEY_TILE, from_last: bool = False
+) -> Array:
     """Compute plain attention on dequantised inputs, key tile by key tile, with rounded weights.
 
     `weights` "float8_e4m3fn": p times its value's scale over the largest of the key tile, times 2^8, against the
-    running maximum; a 16-bit dtype: p alone. The denominator sums the weights before they are rounded.
+    running maximum; a 16-bit dtype: p alone. The denominator sums the weights before they are rounded. Tiles are
+    visited from the first to the last, or `from_last`.
     """
     group = q.shape[2] // k.shape[2]
     dtype = ml_dtypes.float8_e4m3fn if weights == "float8_e4m3fn" else np_dtype(weights)
@@ -89,7 +92,8 @@ def naive(q: Array, k: Array, v: Quantized, out_dtype: str, weights: str, key_ti
     scores = by_head[0] @ by_head[1].swapaxes(-1, -2) / np.sqrt(q.shape[-1])
     top = np.full((*scores.shape[:-1], 1), -np.inf)
     total, sums = np.zeros(top.shape), np.zeros((*top.shape[:-1], v.codes.shape[-1]))
-    for begin in range(0, scores.shape[-1], key_tile):
+    begins = range(0, scores.shape[-1], key_tile)
+    for begin in reversed(begins) if from_last else begins:
         keys = slice(begin, begin + key_tile)
         new_top = np.maximum(top, scores[..., keys].max(axis=-1, keepdims=True))
         p = np.exp(scores[..., keys] - new_top)

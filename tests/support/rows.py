@@ -19,6 +19,7 @@ from cuflash.gpu import sm90 as gpu_sm90
 from cuflash.plan import (
     sm80_backward,
     sm80_forward,
+    sm80_tiles,
     sm90_backward,
     sm90_backward_tiles,
     sm90_forward,
@@ -27,7 +28,7 @@ from cuflash.plan import (
     sm90_tiles,
 )
 from cuflash.plan.config import FLAGS, KernelConfig, without_window
-from cuflash.plan.portable import OPERAND_ENTRIES
+from cuflash.plan.portable_tiles import OPERAND_ENTRIES
 
 HOST = Device("numpy", np)
 LENGTHS = (70, 152)  # rows of a bias that TMA can bring
@@ -42,6 +43,7 @@ _TOLD_APART = (
     "packs_heads",
     "has_pages",
     "copies_rows",
+    "has_work_list",
     "writes_dbias",
     "splits_queries",
     "aligned",
@@ -119,8 +121,7 @@ def takes_narrow_window(config: sm90_forward.Sm90ForwardConfig, dtype: str) -> b
 
 def is_for_long_walks(config: KernelConfig) -> bool:
     """Return True if a tile of keys that visits fewer queries takes another row."""
-    row = next(x for x in sm80_backward.BACKWARD if x.head_dim == config.head_dim)
-    short = [asdict(tile) for tile in row.tiles if tile.short]
+    short = [asdict(x.tile) for x in sm80_tiles.BACKWARD if x.head_dim == config.head_dim and x.tile.short]
     of: dict[str, Any] = asdict(config)
     return bool(short) and not any(all(of.get(name, x) == x for name, x in tile.items()) for tile in short)
 
@@ -177,6 +178,9 @@ def case_of(config: KernelConfig, dtype: str) -> Case:
     if of.get("slice_columns"):
         dims = SLICED_HEAD_DIM, SLICED_HEAD_DIM
     case = gaussian_case(0, dtype, (queries, keys), heads, dims, 1, **chosen)
+    if of.get("has_work_list"):  # a packed batch of one sequence
+        case = case.with_inputs(**{name: getattr(case, name)[0] for name in ("q", "k", "v", "dout")})
+        case.cu_seqlens = np.array([0, queries], np.int32), np.array([0, keys], np.int32)
     if of.get("has_pages"):
         case = as_paged(case, 16 if of.get("copies_rows") or of["has_block_mask"] else of["block_n"], rng)
     if isinstance(config, sm80_forward.Sm80QueryConfig):

@@ -16,12 +16,12 @@ from cases import DTYPES, Case
 from hypothesis import given
 from strategies import OPTIONS, cases, examples
 
-from cuflash.plan import portable as plan_portable
-from cuflash.plan import sm80_backward, sm80_forward, sm80_wide, sm90_backward, sm90_forward
+from cuflash.plan import listing, sm90_backward, sm90_forward
 from cuflash.plan import split as plan_split
 
 SUPPORT = Path(tiers.__file__).parent
 HOPPER_SMEM = 232448
+OF_ROWS = listing.of_forward, listing.of_backward, listing.of_wide
 
 
 def test_a_covering_choice_has_every_feature_and_few_items() -> None:
@@ -79,8 +79,8 @@ def test_the_quick_tier_runs_every_family_with_its_dtypes_and_options(both: tupl
     assert quick["records"] == whole["records"]
     of_rows = {x.partition(" ")[2] for x in quick["records"] if "test_cpu_device_rows" in x}
     tables: list[Any] = [
-        *plan_portable.table(HOPPER_SMEM),
-        *(pair for module in (sm80_forward, sm80_backward, sm80_wide) for pair in module.table((9, 0), HOPPER_SMEM)),
+        *listing.kernels(listing.of_portable(HOPPER_SMEM)),
+        *(pair for family in OF_ROWS for pair in listing.kernels(family((9, 0), HOPPER_SMEM))),
         *(pair for table in (sm90_forward.table, sm90_backward.table) for pair in table()),
         *(pair for table in (plan_split.table, plan_split.gradient_table) for pair in table()),
     ]

@@ -43,6 +43,10 @@ static_assert(DQ_PIECES == CONSUMERS, "a warpgroup has a piece of dq");
 // queries, a loss with 64.
 constexpr bool ARRIVES_EARLY = DQ_BY_QUERIES;
 
+// ADDS_SLOPES_EARLY: a step's terms of the slopes' gradient are added before its products start. They are added while
+// products run where the order of additions leaves registers for that.
+constexpr bool ADDS_SLOPES_EARLY = DETERMINISTIC;
+
 using DsRing = Ring<DS_STAGES, DS_BYTES>;
 using DqRing = Ring<DQ_STAGES, DQ_BYTES>;
 
@@ -284,7 +288,10 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings
 #pragma unroll
         for (int e = 0; e < FRAGMENT; e++) dp[e] = score_gradient<!WRITES_DBIAS>(p, dp[e], x[e], delta[e]);
         if (masked || HIDES_BY_RULE) clear_hidden(dp, x);
-        derivatives.differentiate(dp, x, lse, scores);
+        derivatives.differentiate_rule(dp);
+        const float dslope = slope_terms(scores, dp);
+        if (ADDS_SLOPES_EARLY) step.add(p, warpgroup, dslope);
+        derivatives.differentiate_cap(dp, x, lse, scores);
         pack(ds, dp);
         // 6. dS goes to shared memory for dQ of all warpgroups.
         rings.ds.acquire();
@@ -295,6 +302,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings
         add_product<BLOCK_M>(dv, weights, rings.dout.buffer());
         rings.ds.publish_from_warp();  // its fence waits while the products are computed
         add_product<BLOCK_M>(dk, ds, rings.q.buffer());
+        if (!ADDS_SLOPES_EARLY) step.add(p, warpgroup, dslope);
         // 8. The results arrive one by one, and buffers are released as early as possible.
         ptx::wgmma_wait_group<2>();
         if (!first) store_dq(dq, ready);

@@ -95,6 +95,21 @@ DEVICE void apply_softcap(float (&x)[FRAGMENT], const GradientFragment& scores, 
   }
 }
 
+// cap_gradient() multiplies N gradients, those from element `first` on, by softcap's derivative, which their weights
+// tell.
+template <class Values, int N>
+DEVICE void cap_gradient(float (&ds)[FRAGMENT], const float (&weights)[N], int first, const Values& lse,
+                         const GradientFragment& scores) {
+  const CappedAlibi alibi(scores);
+  const float unit = quotient(1, unit_of(scores) * LOG2_E);
+#pragma unroll
+  for (int e = 0; e < N; e++) {
+    float tanh = (ptx::lg2(fabsf(weights[e])) + lse[first + e]) * unit;
+    if constexpr (HAS_ALIBI) tanh += alibi[first + e];
+    ds[first + e] *= 1 - fminf(tanh * tanh, 1);
+  }
+}
+
 // apply_softcap_gradient() turns gradients of scores into those of products. A weight of 0 has no gradient.
 template <class Values, class Factors>
 DEVICE void apply_softcap_gradient(float (&ds)[FRAGMENT], const float (&weights)[FRAGMENT], const Values& lse,
@@ -107,14 +122,7 @@ DEVICE void apply_softcap_gradient(float (&ds)[FRAGMENT], const float (&weights)
       ds[e + 1] *= factor.y;
     }
   } else if constexpr (TAKES_SOFTCAP) {
-    const CappedAlibi alibi(scores);
-    const float unit = quotient(1, unit_of(scores) * LOG2_E);
-#pragma unroll
-    for (int e = 0; e < FRAGMENT; e++) {
-      float tanh = (ptx::lg2(fabsf(weights[e])) + lse[e]) * unit;
-      if constexpr (HAS_ALIBI) tanh += alibi[e];
-      ds[e] *= 1 - fminf(tanh * tanh, 1);
-    }
+    cap_gradient(ds, weights, 0, lse, scores);
   }
 }
 
@@ -131,11 +139,12 @@ struct FewDerivatives {
     apply_softcap(x, scores, factors);
     if constexpr (HAS_SCORE_MOD) derivatives.take(scores.score(), x, scores.place());
   }
-  // differentiate() turns gradients of scores into those of products.
+  // differentiate_rule() turns gradients of scores into those of the scores that the rule was given, to which a bias
+  // and ALiBi were added; differentiate_cap() turns these into gradients of products.
+  DEVICE void differentiate_rule(float (&ds)[FRAGMENT]) const { derivatives.differentiate_rule(ds); }
   template <class Values>
-  DEVICE void differentiate(float (&ds)[FRAGMENT], const float (&weights)[FRAGMENT], const Values& lse,
-                            const GradientFragment& scores) {
-    derivatives.differentiate_rule(ds);
+  DEVICE void differentiate_cap(float (&ds)[FRAGMENT], const float (&weights)[FRAGMENT], const Values& lse,
+                                const GradientFragment& scores) {
     apply_softcap_gradient(ds, weights, lse, scores, factors);
   }
 };

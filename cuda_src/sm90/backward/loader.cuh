@@ -3,6 +3,7 @@
 // hands the warpgroups a Step for each tile of queries, and the warps that add dq a DqStep.
 #include "options.cuh"
 #include "rows.cuh"
+#include "slopes.cuh"
 
 // ---- Rows that must not count. Padded queries, and keys that no query sees, become 0 in shared memory, because 0 *
 // NaN would count. Rows beyond the end of an array need nothing, because TMA has written zeros there.
@@ -103,7 +104,7 @@ struct Maps {
 };
 
 // Step tells the warpgroups of a tile of queries.
-struct Step {
+struct Step : SlopePlace {
   int head, first_row;
   u32 masked, last;  // a bit for each warpgroup: it needs a mask; this is its last step
   BlockSlots slots;
@@ -333,6 +334,7 @@ DEVICE void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings ri
         step.head = head;
         step.first_row = first_row;
         step.masked = masked;
+        step.put(p, work, splits, head);
         step.last = iterator.done()                                                                     ? 3
                     : SKIPS_STEPS && (work.skips & 1) != 0 && iterator.block() == iterator.last_block() ? 1
                                                                                                         : 0;

@@ -1,5 +1,5 @@
 // These kernels run before and behind Hopper's backward pass. backward_sm90_rows prepares lse and delta
-// (FlashAttention-2, Dao 2023, Algorithm 2, line 4) as the backward kernels load them, makes the sums of dq 0, and
+// (FlashAttention-2, Dao 2023, Algorithm 2, line 4) as the backward kernels load them, makes sums 0, and
 // writes zeros where dbias is not visited. backward_sm90_dq converts dq from its float32 sums to the dtype. Both
 // overlap with the pass itself (programmatic dependent launch).
 #include "../../fragment/gradient_fragment.cuh"
@@ -91,6 +91,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   if (p.dq_order != nullptr) {
     const u32 words = 2 + tiles * DQ_SUMS * DQ_PIECES + num_batch_heads_q(p) / group_size(p);
     for (u32 i = blockIdx.x * THREADS + threadIdx.x; i < words; i += gridDim.x * THREADS) p.dq_order[i] = 0;
+  }
+  if constexpr (WRITES_DSLOPES) {
+    const i64 sums = num_batch_heads_q(p) * p.dslope_rows.head_stride;
+    for (i64 i = blockIdx.x * THREADS + threadIdx.x; i < sums; i += gridDim.x * THREADS) p.dslope_rows.data[i] = 0;
   }
   __threadfence();
   __syncthreads();

@@ -120,6 +120,21 @@ struct Gradient {
   }
 };
 
+// CAPS_LATE: the warpgroup of dk finds softcap's derivative, because the slopes' gradient comes from the gradients of
+// scores before that derivative.
+constexpr bool CAPS_LATE = WRITES_DSLOPES && TAKES_SOFTCAP;
+static_assert(!(WRITES_DSLOPES && KEEPS_DERIVATIVE), "the weights come with the derivative that the other one kept");
+
+// cap_late() turns gradients of scores into those of products, by the weights that the warpgroup of dv handed on.
+DEVICE void cap_late(float (&ds)[FRAGMENT], const GradientFragment& scores,
+                     const FourFloats (&vectors)[WEIGHT_VECTORS][WARP], const float* lse) {
+#pragma unroll
+  for (int i = 0; i < WEIGHT_VECTORS; i++) {
+    const FourFloats weights = vectors[i][lane()];
+    cap_gradient(ds, weights.x, 4 * i, QueryValuesInPlace(lse), scores);
+  }
+}
+
 // own_warp() is the warp's number in its warpgroup.
 DEVICE int own_warp() { return threadIdx.x % WARPGROUP / WARP; }
 
@@ -170,7 +185,8 @@ DEVICE void compute_dv(const AttentionParams& p, SharedStorage& shared, Rings& r
       u32 packed_weights[FRAGMENT / 2];
       pack_kept(packed_weights, x);
       // The derivatives of scores are factors of the gradients, like the weights.
-      derivatives.differentiate(x, x, lse, same);
+      derivatives.differentiate_rule(x);
+      if (!CAPS_LATE) derivatives.differentiate_cap(x, x, lse, same);
       if (FEW_REGISTERS) release();
       if (!SHARED_FACTORS) rings.weights.acquire();
 #pragma unroll
@@ -256,6 +272,9 @@ DEVICE void compute_dk(const AttentionParams& p, SharedStorage& shared, Rings& r
           for (int e = 0; e < 4; e++) clear_hidden(dp[4 * i + e], weights.x[e]);
         }
       }
+      const GradientFragment scores(p, work.sequence, step.head, step.first_row, work.tile * BLOCK_N + warp_row());
+      step.add(p, 0, slope_terms(scores, dp));
+      if constexpr (CAPS_LATE) cap_late(dp, scores, shared.weights[own_warp()], shared.lse[rings.q.stage]);
       u32 ds[FRAGMENT / 2];
       pack(ds, dp);
       const bool own = is_own(steps);

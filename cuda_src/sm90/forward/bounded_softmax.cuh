@@ -1,24 +1,24 @@
-// The online softmax of scores under a softcap, for Hopper's forward kernel. A softcap bounds scores, so weights stay
-// finite without a maximum. Powers of two come from products by a polynomial where these are small, and a tile whose
-// products are all small neither looks for maxima nor calls tanh. It takes the place of FragmentSoftmax
-// (fragment/softmax_fragment.cuh), with whose rules for large weights it agrees.
+// This header has the online softmax of scores under a softcap, for Hopper's forward kernel. A softcap bounds scores,
+// so weights stay finite without a maximum. Powers of two come from products by a polynomial where these are small, and
+// a tile whose products are all small neither looks for maxima nor calls tanh. BoundedSoftmax takes the place of
+// FragmentSoftmax (fragment/softmax_fragment.cuh), with whose rules for large weights it agrees.
 #include "../../fragment/softmax_fragment.cuh"
 #include "../wgmma.cuh"
 
 // BoundedSoftmax is the state of a thread's two rows, as FragmentSoftmax is for other scores.
 struct BoundedSoftmax {
-  // Below SMALL tanh(x) is x (1 + CUBIC x^2), within 2^-11 as the instruction is; the special-function unit that
-  // computes the instruction is left to the powers of two. The slope at 0 is exactly 1, because an error that the
-  // smallest scores had in common would be an error of lse.
+  // SMALL bounds the arguments whose tanh is x (1 + CUBIC x^2), within 2^-11 as the instruction is; the
+  // special-function unit that computes the instruction is left to the powers of two. The slope at 0 is exactly 1,
+  // because an error that the smallest scores had in common would be an error of lse.
   static constexpr float SMALL = 0.385f, CUBIC = -0.31775113f;
   static constexpr float STEEP = 1e12f;  // factors whose cube may be infinite: then no product counts as small
-  // FEWER and MORE are margins for roundings: apart from those a score is no larger than its product times the slope at
-  // 0.
+  // FEWER and MORE are margins for roundings: apart from roundings a score is no larger than its product times the
+  // slope at 0.
   static constexpr float FEWER = 0.999f, MORE = 1.001f;
-  // EXTRA_SLACK is added to the slack that FragmentSoftmax gives a row. Products far below 0 do not count as small,
-  // either, because their magnitude is compared; with more slack those of enough tiles do.
+  // EXTRA_SLACK is added to the slack that FragmentSoftmax gives a row. Products far below 0 do not count as small
+  // either, because their magnitude is compared; more slack makes the products of enough tiles small.
   static constexpr float EXTRA_SLACK = 2;
-  // The value of `largest_small` before the row's first tile has a sum: no product counts as small.
+  // UNSETTLED is the value of `largest_small` before the row's first tile has a sum: no product counts as small.
   static constexpr float UNSETTLED = -3e38f;
   const AttentionParams& p;
   float largest_small[2];  // the largest product of row r that is small and leaves the row's reference as it is
@@ -26,7 +26,7 @@ struct BoundedSoftmax {
   FragmentSoftmax rows;    // the state of the rows, whose scores are scaled to base 2
   bool is_flat;            // every row of the warp has reference 0, so nothing is subtracted
 
-  // Curve holds what is seldom needed; it is computed anew each time, because registers are scarce.
+  // Curve holds numbers that are seldom needed; it is computed anew each time, because registers are scarce.
   struct Curve {
     float factor;  // leads from a product to the argument of tanh
     float power;   // leads from tanh to the exponent of two
@@ -53,7 +53,7 @@ struct BoundedSoftmax {
     return fmaf(product, fmaf(cubic, product * product, linear), -base);
   }
   // of_any() is the exponent of any product's weight. Each element is treated as if it were alone, so no row depends on
-  // others.
+  // other rows.
   DEVICE float of_any(const Curve& curve, float product, float base = 0) const {
     const float argument = product * curve.factor;
     return fabsf(argument) <= curve.small ? of_small(product, base) : curve.of_large(argument, base);
@@ -66,8 +66,8 @@ struct BoundedSoftmax {
     for (float& product : x) product = curve.of_large(product * curve.factor, 0);
   }
 
-  // bound() does nothing here: a step is one piece, because what is known of a tile's products decides how its weights
-  // are computed.
+  // bound() does nothing here: a step is one piece, because a tile's products decide together how its weights are
+  // computed.
   template <bool EVERY>
   DEVICE bool bound(const float (&)[BLOCK_N / 2], const float (&)[2], float (&)[2]) {
     return false;
@@ -95,8 +95,8 @@ struct BoundedSoftmax {
   }
 
   // to_weights() turns products, or a masked tile's capped scores, into weights; it returns whether earlier results are
-  // to be multiplied, row r with rescale[r]. Three ways lead there: masked tiles, tiles whose products are all small,
-  // and the others.
+  // to be multiplied, row r with rescale[r]. It has three cases: masked tiles, tiles whose products are all small, and
+  // all other tiles.
   template <int BEGIN, int END>
   DEVICE bool to_weights(float (&x)[BLOCK_N / 2], const float (&)[2], float (&rescale)[2], bool masked) {
     static_assert(BEGIN == 0 && END == BLOCK_N / 2, "all at once");
@@ -121,7 +121,7 @@ struct BoundedSoftmax {
       return false;
     }
 #pragma unroll
-    // Without this, terms of both ways would be computed ahead of the branch.
+    // forget() keeps the compiler from computing terms of both cases ahead of the branch.
     for (float& product : x) ptx::forget(product);
     const Curve curve(p);
     const float sign = curve.factor < 0 ? -1 : 1;
@@ -168,8 +168,8 @@ struct BoundedSoftmax {
     return smaller(smaller(quotient(curve.small, fabsf(curve.factor)), 1e18f), quotient(limit, fabsf(linear))) * FEWER;
   }
 
-  // to_weights_by() turns x into weights by power(x, row) and adds them to the sums. Each way has its own copy, so that
-  // the additions hide behind its powers.
+  // to_weights_by() turns x into weights by power(x, row) and adds them to the sums. Each case has its own copy, so
+  // that the additions hide behind its powers.
   template <class Power>
   DEVICE void to_weights_by(float (&x)[BLOCK_N / 2], Power power) {
     float row_sum[2] = {0, 0};

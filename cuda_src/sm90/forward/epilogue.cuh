@@ -1,12 +1,12 @@
-// How results of a tile leave Hopper's forward kernel: by TMA through shared memory, by threads where TMA cannot, and
-// as one split's part.
+// This header is the epilogue of Hopper's forward kernel: results of a tile are stored by TMA through shared memory, by
+// threads where TMA cannot, or as the part of a split or of a chunk of the keys.
 #include "scores.cuh"
 #include "work.cuh"
 
 // store_rows() is the epilogue by TMA: it writes out * factor for the warp's 16 rows of a tile; rows in [len_q, rows_q)
-// are padding and become 0. The boxes of out_map have 16 rows. Those of row_map have one, for tiles of several heads
-// and for those that also hold rows of others: those before first_row() and behind a packed sequence must not be
-// written.
+// are padding and become 0. The boxes of out_map have 16 rows. The boxes of row_map have one row, for tiles of several
+// heads and for tiles that also hold rows which must not be written: rows before first_row(), and rows behind a packed
+// sequence.
 template <int N>
 DEVICE void store_rows(const AttentionParams& p, const ptx::TensorMap* out_map, const ptx::TensorMap* row_map,
                        const TileMessage& work, const TileRows& rows, const OwnRows& own, const float (&out)[N],
@@ -108,6 +108,26 @@ DEVICE void write_split(const AttentionParams& p, const SplitWork& work, const O
         const int column = fragment_column() + column_offset(e + side);
         if (column < p.head_dim_v) target[column] = used ? out[e + side] * factor[r] : 0;
       }
+    }
+  }
+}
+
+// write_part() writes the thread's rows of one chunk's result where a list of work cuts the tile (work_list.cuh), in
+// float32.
+DEVICE void write_part(const AttentionParams& p, const SplitWork& work, const OwnRows& own, int row,
+                       const float (&out)[HEAD_DIM_V / 2], const float (&factor)[2], const float (&lse)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const int i = own.query(row, r);
+    if (i >= work.sequence.rows_q) continue;
+    const bool used = i < work.sequence.len_q;
+    const i64 at = part_row(p, work.part(), work.head, (row + 8 * r) % BLOCK_M);
+    if (lane() % 4 == 0) p.part_lses[at] = used ? lse[r] : -infinity();
+    float* target = p.part_outs + at * HEAD_DIM_V + fragment_column();
+#pragma unroll
+    for (int e = 2 * r; e < HEAD_DIM_V / 2; e += 4) {
+      const float2 pair = used ? make_float2(out[e] * factor[r], out[e + 1] * factor[r]) : make_float2(0, 0);
+      *reinterpret_cast<float2*>(target + column_offset(e)) = pair;
     }
   }
 }

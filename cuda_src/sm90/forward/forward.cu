@@ -358,6 +358,8 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings
     rescale_kept(p, inverse);
     if constexpr (SPLITS_KEYS) {
       write_split(p, work, own, row, out, inverse, lse);
+    } else if (work.part() != WHOLE) {
+      write_part(p, work, own, row, out, inverse, lse);
     } else {
       const i64 batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
       if constexpr (STAGING_PANELS > 0) {

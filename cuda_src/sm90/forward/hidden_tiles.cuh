@@ -1,17 +1,18 @@
-// Tiles of queries to which lengths and window leave no key, on Hopper: two warps that neither load nor schedule write
-// their results while the others compute. The scheduler hands no such tile on, so it costs what its writing costs.
+// This header writes the results of tiles of queries to which lengths and window leave no key, on Hopper: two warps
+// that neither load nor schedule write them while the other warps compute. The scheduler hands no such tile on, so a
+// tile costs no more than its stores.
 #include "scores.cuh"
 #include "work.cuh"
 
-// ZEROES_HIDDEN: the kernel has warps for such tiles, if the host says that there may be any (HIDES_QUERIES). A tile of
-// several heads, of some splits of the keys or with a block mask, or where these warps load, goes the way of all tiles,
-// which finds that it has no keys; so it does beside scores that take tanh, whose large tiles leave these warps
-// too few registers.
+// ZEROES_HIDDEN tells whether the kernel has warps for such tiles, if the host says that there may be any
+// (HIDES_QUERIES). The warpgroups compute such tiles like all others, and find that they have no keys, where tiles have
+// several heads, splits of the keys or a block mask, and where these warps load; so they do where scores take tanh,
+// because the large tiles of such kernels leave these warps too few registers.
 constexpr bool LEAVES_REGISTERS = CONSUMERS <= 2 || !TAKES_TANH;
 constexpr bool ZEROES_HIDDEN =
     HIDES_QUERIES && TEAMS == 1 && !PACKS_HEADS && !SPLITS_KEYS && !HAS_BLOCK_MASK && !COPIES_ROWS && LEAVES_REGISTERS;
-// ZEROES_BY_LENGTHS: it also has registers to find out what the lengths of each sequence hide. The schedulers of a pair
-// agree on a tile in step with the tiles that they hand on, so they hand on all.
+// ZEROES_BY_LENGTHS tells whether the kernel also has registers to find out which tiles the lengths of each sequence
+// hide. A pair does not: its schedulers agree on a tile in step with the tiles that they hand on, so they hand on all.
 constexpr bool ZEROES_BY_LENGTHS = ZEROES_HIDDEN && CONSUMERS <= 2 && PAIR == 1;
 constexpr int ZEROING_THREADS = 2 * WARP;
 
@@ -36,8 +37,8 @@ struct LeftOut {
   }
 };
 
-// is_hidden() tells whether a tile with these keys is not handed on. Where sequences are alike none of those that the
-// scheduler counts is.
+// is_hidden() tells whether a tile with these keys is not handed on. Where sequences are alike, the scheduler counts no
+// such tile.
 DEVICE bool is_hidden(const AttentionParams& p, const KeyRange& keys) {
   return ZEROES_BY_LENGTHS && !are_alike(p) && keys.begin >= keys.end;
 }

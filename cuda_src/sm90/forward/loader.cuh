@@ -1,7 +1,7 @@
-// The producer side of Hopper's forward kernel (forward.cu): its shared memory, what its warpgroups are handed with a
-// tile and with each tile of keys, and the two threads that do so. One thread is the scheduler, which finds out which
-// tiles there are; one loads them by TMA. Both run in a warpgroup of their own with few registers (FlashAttention-3,
-// Shah et al. 2024, section 3.1: warp specialisation).
+// This header is the producer side of Hopper's forward kernel (forward.cu). It has the kernel's shared memory, the
+// messages that its warpgroups receive with a tile and with each tile of keys, and the two threads that write them. One
+// thread is the scheduler, which finds out which tiles there are; one loads them by TMA. Both run in a warpgroup of
+// their own with few registers (FlashAttention-3, Shah et al. 2024, section 3.1: warp specialisation).
 #include "hidden_tiles.cuh"
 #include "page_rows.cuh"
 #include "scores.cuh"
@@ -10,8 +10,8 @@ constexpr u32 BIAS_BYTES = HAS_BIAS_TILES ? BIAS_TILE_BYTES : 0;
 constexpr u32 MASK_BYTES = HAS_MASK_TILES ? BLOCK_M * MASK_ROW_BYTES : 0;
 
 // ConsumerKeyIterator iterates over the tiles of keys as the warpgroups meet them. With a block mask the loading thread
-// says with each tile which one it is, whether it is the last, and what is hidden or to be masked for each 64 rows of
-// queries.
+// says with each tile which one it is, whether it is the last, and, for each 64 rows of queries, whether it is hidden
+// and whether it is to be masked.
 constexpr int ENTRIES_PER_STAGE = HAS_BLOCK_MASK ? WARPGROUPS_PER_TILE : 1;
 struct ConsumerKeyIterator {
   int block, next, end;  // the current tile, the next one, and the end, which is not a tile
@@ -29,8 +29,8 @@ struct ConsumerKeyIterator {
   static DEVICE bool in_order(int earlier, int later) { return KEYS_IN_REVERSE ? earlier > later : earlier < later; }
   DEVICE bool done() const { return KEYS_IN_REVERSE ? next <= end : next >= end; }
 
-  // take() moves on to the next tile of keys; with a block mask it waits for the keys, and reads what the loading
-  // thread says.
+  // take() moves on to the next tile of keys; with a block mask it waits for the keys, and reads the entry that the
+  // loading thread wrote.
   template <class KeyRing>
   DEVICE void take(const KeyRing& keys, const int (*entries)[ENTRIES_PER_STAGE], int row_group) {
     if constexpr (HAS_BLOCK_MASK) {
@@ -52,7 +52,7 @@ struct StageSlots {
   alignas(16) int of[WARPGROUPS_PER_TILE][BLOCKS_OF_ROW];
 
   // find() reads the slots of an entry of a tile's list. `slots` points to the slots of the tile's first row of blocks;
-  // it stands in the place of the list, which is read ahead.
+  // that pointer stands in the place of the list, which is read ahead.
   DEVICE void find(const AttentionParams& p, const int* slots, int tile, int entry) {
 #pragma unroll
     for (int i = 0; i < WARPGROUPS_PER_TILE * BLOCKS_OF_ROW; i++)
@@ -70,8 +70,8 @@ struct StageSlots {
   }
 };
 
-// Staging is shared memory for the epilogue: as many panels of each warp's rows as there is room for, in the swizzle of
-// TMA.
+// Staging is shared memory for the epilogue. It holds as many panels of each warp's rows as there is room for, in the
+// swizzle of TMA.
 template <int NUM_PANELS>
 struct Staging {
   alignas(ATOM_BYTES) unsigned char panels[NUM_PANELS][BLOCK_M][ROW_BYTES];
@@ -89,7 +89,8 @@ struct SharedStorage : Staging<STAGING_PANELS> {          // Staging is a base b
                                                 : 16];
   TileMessage work[WORK_STAGES];
   Blocks lists[WORK_STAGES];  // with a block mask, the tiles of keys of each tile handed on
-  // ConsumerKeyIterator: which tile of keys a stage holds, and what is hidden or to be masked
+  // `entries` tell ConsumerKeyIterator which tile of keys a stage holds, and for which rows it is hidden or to be
+  // masked.
   int entries[HAS_BLOCK_MASK ? STAGES : 1][ENTRIES_PER_STAGE];
   StageSlots slots[HAS_BLOCK_MASK ? STAGES : 1];
   int non_finite[WORK_STAGES];  // 1 where a tile's result is not finite, so that hidden values may have come into it
@@ -105,8 +106,8 @@ struct SharedStorage : Staging<STAGING_PANELS> {          // Staging is a base b
   RingBarriers<MASK_STAGES> mask_barriers;
 };
 
-// RingOfKeys is a ring of keys or values. What cp.async has written (page_rows.cuh) is made visible to wgmma by those
-// who wait for it.
+// RingOfKeys is a ring of keys or values. Rows that cp.async has written (page_rows.cuh) are made visible to wgmma by
+// the threads that wait for them.
 template <u32 BYTES>
 struct RingOfKeys : Ring<STAGES, BYTES, true, PAIR> {
   using Base = Ring<STAGES, BYTES, true, PAIR>;
@@ -134,7 +135,8 @@ struct Rings {
         bias(shared.bias_and_mask, shared.bias_barriers),
         mask(shared.bias_and_mask + BIAS_STAGES * BIAS_BYTES, shared.mask_barriers) {}
 
-  // forget() makes the compiler compute addresses anew: next to four warpgroups a loading thread has few registers.
+  // forget() makes the compiler compute addresses anew, because a loading thread next to four warpgroups has few
+  // registers.
   DEVICE void forget(SharedStorage& shared) {
     const Rings same(shared);
     const u32 from = same.q.buffers;
@@ -176,16 +178,16 @@ DEVICE void load(AnyRing& ring, const ptx::TensorMap* map, int row, int head, in
 DEVICE bool bias_has_one_row(const AttentionParams& p) { return !PACKS_HEADS && p.bias.row_stride == 0; }
 
 // The scheduler takes the next tile when KEYS_LEFT tiles of keys of the one before are left to load, so that it goes to
-// whoever is ready first. With two teams of a warpgroup each no register is left to count them.
+// the thread block that is ready first. Two teams of a warpgroup each have no register left to count them.
 constexpr int KEYS_LEFT = 4;
 constexpr bool COUNTS_LEFT = SECOND_TEAM_WARPGROUPS <= 1;
 
-// schedule_tiles() is the scheduler, a thread of its own so that nobody else waits for its divisions.
+// schedule_tiles() is the scheduler, a thread of its own so that no other thread waits for its divisions.
 DEVICE void schedule_tiles(const AttentionParams& p, SharedStorage& shared, Rings rings, Team team) {
   const TileRows rows(p);
   u32 phase = 0;
-  // hand_on() hands on a tile. If the tile that was in this stage before needs a recheck, that goes first, and the loop
-  // looks for a stage again.
+  // hand_on() hands on a tile. If the tile that was in this stage before needs a recheck, the recheck goes first, and
+  // the loop looks for a stage again.
   const auto hand_on = [&](const SplitWork& work) {
     bool recheck;
     do {
@@ -211,20 +213,26 @@ DEVICE void schedule_tiles(const AttentionParams& p, SharedStorage& shared, Ring
   };
   const u32 num_splits = num_splits_of(p);
   const u32 total =
-      team.units((p.num_tiles - LeftOut(p).tiles) * num_batch_heads_of(p, num_tile_heads(p)) * num_splits);
+      HAS_WORK_LIST
+          ? work_counts(p).entries * p.num_heads_kv
+          : team.units((p.num_tiles - LeftOut(p).tiles) * num_batch_heads_of(p, num_tile_heads(p)) * num_splits);
+  const auto work_at_index = [&](u32 index) -> SplitWork {
+    if constexpr (HAS_WORK_LIST) return listed_work(p, index);
+    const u32 tile = team.tile(index);
+    return {work_at<HAS_PAGES>(p, tile / num_splits, num_tile_heads(p), rows.queries, LeftOut(p).tiles),
+            {},
+            static_cast<int>(SECOND_TEAM_WARPGROUPS == 1 && team.number > 0 ? index % WARPGROUPS_PER_TILE
+                                                                            : tile % num_splits)};
+  };
   u32 index = blockIdx.x / PAIR;
-  // Behind the last tile every stage is looked at once more, as its tile may need a recheck.
+  // Every stage is looked at once more behind the last tile, because its tile may need a recheck.
   int rechecks_left = HIDES_ANYWHERE ? WORK_STAGES : 0;
   while (index < total || rechecks_left-- > 0) {
     if (index >= total) {
-      hand_on({{{}, 0, NO_WORK}, 0});
+      hand_on({{{}, 0, NO_WORK}, {}, 0});
       continue;
     }
-    const u32 tile = team.tile(index);
-    const SplitWork work = {
-        work_at<HAS_PAGES>(p, tile / num_splits, num_tile_heads(p), rows.queries, LeftOut(p).tiles),
-        static_cast<int>(SECOND_TEAM_WARPGROUPS == 1 && team.number > 0 ? index % WARPGROUPS_PER_TILE
-                                                                        : tile % num_splits)};
+    const SplitWork work = work_at_index(index);
     const int first_query = PACKS_HEADS ? work.tile * rows.queries : work.first_of_rows();
     if (PAIR > 1 || first_query < work.sequence.rows_q) hand_on(work);
     rings.work.acquire();
@@ -259,7 +267,7 @@ struct ListPrefetch {
   StageSlots slots;
 };
 
-// Loader is the loading thread, or with pages the loading warp or one of them: it brings all operands of all tiles.
+// Loader is the loading thread, or with pages the loading warp or one of several: it loads all operands of all tiles.
 struct Loader {
   const AttentionParams& p;
   SharedStorage& shared;
@@ -342,7 +350,7 @@ struct Loader {
     }
   }
 
-  // load_queries() loads the tile of queries; of several heads a box has some queries, and for each of them all heads.
+  // load_queries() loads the tile of queries; a box of several heads has some queries, and for each of them all heads.
   DEVICE void load_queries(const TileMessage& work, int batch) {
     if (!in_first_loading_warp()) return;
     const int first = static_cast<int>(work.sequence.row_q);
@@ -359,7 +367,7 @@ struct Loader {
     }
   }
 
-  // load_scores() starts to load a box of a bias or mask: `keys` are its first column.
+  // load_scores() starts to load a box of a bias or mask, whose first column is `keys`.
   DEVICE void load_scores(u32 target, const ptx::TensorMap* map, u32 barrier, int keys, const Work& work, int row,
                           int head, int batch) {
     if (!leads()) return;
@@ -370,8 +378,8 @@ struct Loader {
     }
   }
 
-  // look_up_next() looks up the pages of the keys that come next, if there are any. With a block mask that is known
-  // only when they are loaded.
+  // look_up_next() looks up the pages of the keys that come next, if there are any. With a block mask the next keys are
+  // known only when they are loaded.
   DEVICE void look_up_next(PagedKeys<KEYS_COME>& pages, const Blocks& blocks, const TileMessage& work) const {
     if (!HAS_BLOCK_MASK && !blocks.done()) pages.look_up(block_of(blocks, work));
   }
@@ -379,15 +387,15 @@ struct Loader {
     return KEYS_IN_REVERSE ? work.keys.begin + work.keys.end - 1 - blocks.block : blocks.block;
   }
 
-  // look_ahead() begins to read what the next tile of keys needs of the block mask.
+  // look_ahead() begins to read the entry and slots of the block mask for the next tile of keys.
   DEVICE void look_ahead(const Work& work) {
     prefetched.entry = prefetched.next_entry;
     if (prefetched.left > 1) prefetched.next_entry = *prefetched.next++;
     prefetched.slots.find(p, shared.lists[rings.work.stage].list, work.tile, prefetched.entry);
   }
 
-  // load_keys() loads the current tile of keys, and returns its number. With a block mask it also writes what the
-  // warpgroups have to know of it.
+  // load_keys() loads the current tile of keys, and returns its number. With a block mask it also writes the tile's
+  // entries and slots for the warpgroups.
   DEVICE int load_keys(Blocks& blocks, const TileMessage& work, int row_k, int head_kv, int batch,
                        PagedKeys<KEYS_COME>& pages) {
     if constexpr (HAS_BLOCK_MASK) {
@@ -440,7 +448,7 @@ struct Loader {
     return !mask.columns_inside(work.tile * BLOCK_M, BLOCK_M, block * BLOCK_N, BLOCK_N);
   }
 
-  // load_mask() loads a tile of the mask; an axis that is broadcast has one place.
+  // load_mask() loads a tile of the mask; a broadcast axis of it has size 1.
   DEVICE void load_mask(const Work& work, int block) {
     if (!in_first_loading_warp()) return;
     acquire_together(rings.mask);
@@ -450,7 +458,7 @@ struct Loader {
     rings.mask.advance();
   }
 
-  // load_bias() loads a tile of the bias; one that is the same for all queries has one row.
+  // load_bias() loads a tile of the bias; a bias that is the same for all queries has one row.
   DEVICE void load_bias(const Work& work, int block) {
     if (!in_first_loading_warp()) return;
     const bool one_row = bias_has_one_row(p);

@@ -1,6 +1,6 @@
-// Keys and values in small pages, as the loader brings them: cp.async copies 16 bytes a thread, because each box of TMA
-// takes as long with one row as with many. Eight lanes have 128 bytes of a row. Each loading warp has rows of its own,
-// whose pages its lanes look up one tile ahead.
+// This header loads keys and values from small pages: cp.async copies 16 bytes a thread, because each box of TMA takes
+// as long with one row as with many. Eight lanes have 128 bytes of a row. Each loading warp has rows of its own, whose
+// pages its lanes look up one tile ahead.
 #include "../wgmma.cuh"
 #include "pages.cuh"
 
@@ -15,7 +15,8 @@ struct PagedKeys<KeysCome::IN_ROWS> {
   static constexpr int ROWS_OF_LANE = (ROWS_OF_LOADER + WARP - 1) / WARP;
   static_assert(BLOCK_N % ROWS_AT_ONCE == 0, "all lanes of a warp have rows of the tile, or none");
 
-  // Places are where the rows lie that a lane looks up of a tile of keys: a page, or NOWHERE, and a row of that.
+  // Places says where the rows lie that a lane looks up in a tile of keys: each in a page, or NOWHERE, and in a row of
+  // that page.
   static constexpr int NOWHERE = -1;
   struct Places {
     int page[ROWS_OF_LANE], row[ROWS_OF_LANE];
@@ -42,7 +43,7 @@ struct PagedKeys<KeysCome::IN_ROWS> {
       of_keys.row[i] = used ? table.row_of(key) : 0;
     }
   }
-  // values_next() says that values of the tile come next whose keys have been loaded.
+  // values_next() says that the next values are those of the tile whose keys have been loaded.
   DEVICE void values_next() { of_values = of_keys; }
 
   template <class AnyRing>
@@ -56,7 +57,7 @@ struct PagedKeys<KeysCome::IN_ROWS> {
 
  private:
   // load() starts the copies of the warp's rows into the ring's buffer, as TMA swizzles them; rows that lie nowhere
-  // become zeros, as do columns behind the last. The buffer is full when those of all loading threads have landed.
+  // become zeros, as do columns behind the last. The buffer is full when the copies of all loading threads have landed.
   template <int NUM_PANELS, class AnyRing>
   DEVICE void load(const AnyRing& ring, const Tensor<const Element>& x, int columns, int head,
                    const Places& places) const {

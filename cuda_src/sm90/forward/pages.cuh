@@ -1,21 +1,22 @@
-// Keys and values in pools of pages, as the loader brings them: one box of TMA for each stretch of rows that lies
-// together both in a page and in a tile of keys, so of as many rows as the greatest common divisor of their sizes. The
-// lanes of the loading warp share the boxes of a tile, and each looks its own up in the sequence's table one tile
-// ahead, so that no copy waits for the table.
+// This header loads keys and values from pools of pages. One box of TMA brings each stretch of rows that lies together
+// both in a page and in a tile of keys; its rows are the greatest common divisor of their sizes. The lanes of the
+// loading warp share the boxes of a tile, and each looks its own up in the sequence's table one tile ahead, so that no
+// copy waits for the table.
 #include "../../around/pages.cuh"
 #include "../pipeline.cuh"
 
 static_assert(!HAS_PAGES || PAIR == 1, "a box of a page is loaded for one thread block");
 
-// COPIES_ROWS: pages are so small that a box of TMA has few rows. Then three warps load, all but the scheduler's, and
-// copy keys and values row by row (page_rows.cuh); what has no pages is the first one's, as ever.
+// COPIES_ROWS tells that pages are so small that a box of TMA has few rows. Then three warps load, all but the
+// scheduler's, and copy keys and values row by row (page_rows.cuh); the first of them also loads the operands that have
+// no pages.
 constexpr int LOADING_WARPS = COPIES_ROWS ? 3 : 1;
 constexpr int SCHEDULING_WARP = 1;  // of the warpgroup that loads
 DEVICE int warp_of_producer() { return static_cast<int>(threadIdx.x) / WARP - CONSUMERS * (WARPGROUP / WARP); }
 DEVICE bool in_first_loading_warp() { return !COPIES_ROWS || warp_of_producer() == 0; }
 
-// leads() tells whether the thread announces what the loading warps bring, and starts the copies that are one box. Rows
-// need no table, and one thread loads them.
+// leads() tells whether the thread announces the bytes that the loading warps bring, and starts the copies that are one
+// box. Operands without pages need no table, and one thread loads them.
 DEVICE bool leads() { return !HAS_PAGES || (lane() == 0 && in_first_loading_warp()); }
 
 // acquire_together() waits for a ring's buffer. No lane may fall back by more than a step: the phase that it waits for
@@ -33,7 +34,7 @@ struct TilePages {
   int of[BOXES_OF_LANE];
 };
 
-// How keys come: as one box a tile, as boxes of pages, or row by row.
+// KeysCome says how keys come: as one box a tile, as boxes of pages, or row by row.
 enum class KeysCome { IN_TILES, IN_BOXES, IN_ROWS };
 constexpr KeysCome KEYS_COME = !HAS_PAGES ? KeysCome::IN_TILES : COPIES_ROWS ? KeysCome::IN_ROWS : KeysCome::IN_BOXES;
 
@@ -66,7 +67,7 @@ struct PagedKeys<KeysCome::IN_BOXES> {
       of_keys.of[i] = row < BLOCK_N && key < len_k ? table.page_of(key) : table.num_pages;
     }
   }
-  // values_next() says that values of the tile come next whose keys have been loaded.
+  // values_next() says that the next values are those of the tile whose keys have been loaded.
   DEVICE void values_next() { of_values = of_keys; }
 
   template <class AnyRing>

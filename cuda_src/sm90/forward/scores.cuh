@@ -1,19 +1,19 @@
-// Score, mask and dropout of Hopper's forward kernel: ScoreFragment (fragment/score_fragment.cuh) with scores in units,
-// in the order in which the products leave time. What does not depend on the products, such as the bits of masks and
-// dropout, is found while they are computed. ALiBi without other options is computed by the tensor cores.
+// This header has score, mask and dropout of Hopper's forward kernel: ScoreFragment (fragment/score_fragment.cuh) with
+// scores in units, in the order in which the products leave time. The bits of masks and dropout do not depend on the
+// products, and are found while these are computed. ALiBi without other options is computed by the tensor cores.
 #include "../../fragment/score_fragment.cuh"
 #include "../wgmma.cuh"
 #include "rows.cuh"
 
-// ---- ALiBi by tensor cores. On one side of the diagonal the term is slope * column, up to what depends on the row
-// alone. One more step of 16 in the product of queries and keys adds it, in place of one and a half instructions a
+// ---- ALiBi by tensor cores. The term is slope * column on one side of the diagonal, up to a part that depends on the
+// row alone. One more step of 16 in the product of queries and keys adds it, in place of one and a half instructions a
 // score.
 
 constexpr bool SLOPE_BY_PRODUCT = HAS_ALIBI && PLAIN_SCORES && NUM_OPTIONS == 1 && !PACKS_HEADS;
 
 // ColumnNumbers are the right factors: a column's number in three places of a row, for three parts of the slope. They
-// lie as atoms of wgmma without a swizzle. The second 8 places, whose left factors are 0, may be whatever is finite:
-// they are the next atom.
+// lie as atoms of wgmma without a swizzle. The second 8 places are the next atom: their left factors are 0, so they may
+// hold any finite numbers.
 template <bool ANY>
 struct ColumnNumbers {
   static constexpr int ROWS = BLOCK_N + 8, PLACES = 8, PARTS = 3;
@@ -38,10 +38,10 @@ struct ColumnNumbers<false> {
   DEVICE void fill() {}
 };
 
-// SlopeProduct is the left factors: what a warpgroup needs of the slope for a tile of queries.
+// SlopeProduct has the left factors, which a warpgroup computes from the slope for a tile of queries.
 template <bool ANY>
 struct SlopeProduct {
-  // From LARGEST on float16 cannot hold the parts of a slope in units.
+  // LARGEST is the slope, in units, from which on float16 cannot hold its parts.
   static constexpr float LARGEST = 32768;
   float slope;
   int first_distance;  // distance of the warpgroup's first row from key 0
@@ -73,7 +73,7 @@ struct SlopeProduct {
     ptx::wgmma_rs<Element, 0>(x, left[0], left[1], left[2], left[3], numbers.descriptor(), true);
   }
 
-  // leave_out() finds what the product leaves out of ALiBi in the thread's two rows: the part that depends on the row
+  // leave_out() finds the part of ALiBi that the product leaves out in the thread's two rows: it depends on the row
   // alone.
   DEVICE void leave_out(float (&shift)[2], int first_key, bool masked) const {
     const int first = first_distance - first_key;
@@ -103,7 +103,7 @@ static_assert(!READS_MASK || WORDS <= 4, "a lane of a quad has one word");
 // at a multiple of 32 keys in the first one.
 constexpr int BLOCKS_OF_ROW = HAS_BLOCK_MASK ? BLOCK_N / CANONICAL + (BLOCK_N % CANONICAL != 0) : 1;
 
-// ---- A mask in tiles that TMA loads, (BLOCK_M, MASK_ROW_BYTES): as wide as the swizzle, or with rows in different
+// ---- A mask in tiles (BLOCK_M, MASK_ROW_BYTES) that TMA loads. Rows are as wide as the swizzle, or lie in different
 // banks.
 
 // hide_by_mask_tile() hides elements of a warp's fragment, whose first row in the tile is `warp_row`.
@@ -122,8 +122,8 @@ DEVICE void hide_by_mask_tile(float (&x)[BLOCK_N / 2], u32 tile, int warp_row) {
 }
 
 // unaligned_mask_word() is Mask::mask_word() for rows that begin anywhere: it reads the aligned words that hold the 32
-// columns, as long as the last of them ends within the row. Beside other options there are no registers for these
-// words.
+// columns, as long as the last of them ends within the row. Registers do not suffice for these words beside other
+// options.
 DEVICE u32 unaligned_mask_word(const Mask& mask, int i, int j) {
   constexpr int BYTES = sizeof(u32), NUM_WORDS = WORD / BYTES;
   const bool in_words = mask.mask_column_stride == 1 && j + WORD + BYTES - 1 <= mask.mask_last_column;
@@ -140,18 +140,18 @@ DEVICE u32 unaligned_mask_word(const Mask& mask, int i, int j) {
                  make_uint4(bytes[4], bytes[5], bytes[6], bytes[7]));
 }
 
-// FragmentBits holds what does not depend on the products, so that it is found while they are computed.
+// FragmentBits holds the bits that do not depend on the products, so that they are found while these are computed.
 struct FragmentBits {
   static constexpr bool HAS_VISIBLE = READS_MASK || HAS_BLOCK_MASK;
   u32 visible[ELEMENT_WORDS];  // bit e tells whether element e is visible
   u32 blocks[BLOCKS_OF_ROW];   // the bits of the thread's elements in each block of a block mask
 };
 
-// TAKES_TANH: products become scores by the tanh instruction. Bounded scores are left to their softmax.
+// TAKES_TANH tells whether products become scores by the tanh instruction. Bounded scores are left to their softmax.
 constexpr bool TAKES_TANH = HAS_SOFTCAP && !BOUNDED_SCORES;
 
-// UnitScore: scores stand in units in the accumulators (16-bit inputs), score = unit * x. The unit comes with the
-// conversion to base 2, which saves a product for each score.
+// UnitScore computes scores in units, as they stand in the accumulators (16-bit inputs): score = unit * x. The unit is
+// multiplied in with the conversion to base 2, which saves a product for each score.
 struct UnitScore {
   float unit, slope;  // the slope is in units, too
   float factor;       // factor of a product q.k
@@ -208,7 +208,7 @@ struct UnitFragment : ScoreFragment {
   template <class AnyBlocks>
   DEVICE bool needs_mask_of(const AnyBlocks& blocks, int first_row, int rows) const {
     const int first_key = blocks.block * BLOCK_N;
-    // Behind the rule nothing would tell that a bias of -inf met a product of NaN.
+    // Nothing would tell behind the rule that a bias of -inf met a product of NaN.
     if (HAS_BIAS && HAS_SCORE_MOD) return true;
     if (READS_MASK || !own_mask().columns_inside(first_row, rows, first_key, BLOCK_N)) return true;
     // ALiBi is linear on one side of the diagonal, so only tiles that the diagonal crosses take it element by element.
@@ -302,7 +302,7 @@ struct UnitFragment : ScoreFragment {
       random.drop(weights, own_dropout(), row, first_key + fragment_column());
     }
   }
-  // drop_by_rows() does so for rows of different heads: each has a call of its own, of whose words one row takes two.
+  // drop_by_rows() does so for rows of different heads: each row has a call of its own, and takes two of its words.
   DEVICE void drop_by_rows(float (&weights)[BLOCK_N / 2], int column) const {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -323,7 +323,7 @@ struct UnitFragment : ScoreFragment {
     return score;
   }
 
-  // FEW_REGISTERS: registers are scarce, so nothing is held that can be computed anew.
+  // FEW_REGISTERS tells that registers are scarce, so that nothing is held that can be computed anew.
   static constexpr bool FEW_REGISTERS = HEAD_DIM_V > 128 || NUM_OPTIONS > 2;
 
   DEVICE Mask own_mask() const { return FEW_REGISTERS ? Mask(p, s, head) : mask; }
@@ -344,7 +344,7 @@ struct UnitFragment : ScoreFragment {
   DEVICE void find_visible(u32 (&of_elements)[ELEMENT_WORDS], const FragmentBits& bits, int row, int first_key) const {
     const Mask own_mask(p, s, head);
     bool by_rows = READS_MASK;
-    // (row, word): the visible columns of the thread's two rows, from the tile's first column on
+    // visible[row][word] are the visible columns of the thread's two rows, from the tile's first column on.
     u32 visible[2][WORDS];
 #pragma unroll
     for (int word = 0; word < WORDS; word++) visible[0][word] = visible[1][word] = 0xffffffffu;
@@ -377,7 +377,7 @@ struct UnitFragment : ScoreFragment {
         visible[r][word] &= below(range.end - word * WORD) & ~below(range.begin - word * WORD);
       }
     }
-    // A block of 64 columns has one word for a thread's elements, 32 columns have half of it.
+    // A block of 64 columns has one word for a thread's elements, and 32 columns have half of it.
     const int skipped = BLOCK_N % CANONICAL == 0 ? 0 : first_key % CANONICAL / 2;
 #pragma unroll
     for (int i = 0; i < ELEMENT_WORDS; i++) {
@@ -397,7 +397,7 @@ struct UnitFragment : ScoreFragment {
     for (int i = 0; i < ELEMENT_WORDS; i++) of_elements[i] &= seen[i];
   }
 
-  // add_alibi_by_rows() does what add_alibi() does for rows of different heads.
+  // add_alibi_by_rows() is add_alibi() for rows of different heads.
   DEVICE void add_alibi_by_rows(float (&x)[BLOCK_N / 2], int first_key) const {
     const float column = static_cast<float>(fragment_column());
 #pragma unroll

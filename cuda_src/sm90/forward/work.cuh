@@ -2,6 +2,7 @@
 // its keys, or with a split of them, and what the scheduler hands to the warpgroups with it.
 #include "../hidden_values.cuh"
 #include "rows.cuh"
+#include "work_list.cuh"
 
 // A tile of queries consists of WARPGROUPS_PER_TILE times 64 rows, one warpgroup each. With a block mask there may be
 // two teams of warpgroups, with shared memory and loading threads of their own: the first computes whole tiles, the
@@ -36,9 +37,34 @@ struct Team {
   }
 };
 
+// ListedKeys are the keys of an entry of a list of work (work_list.cuh); without a list there is nothing to say.
+template <bool LISTED>
+struct ListedKeys {
+  int begin, end;  // tiles of keys
+  int place;       // of the part, or WHOLE
+
+  DEVICE void set(const WorkEntry& entry) {
+    begin = entry.begin;
+    end = entry.end;
+    place = entry.part;
+  }
+  DEVICE int part() const { return place; }
+  DEVICE void limit(Blocks& blocks) const {
+    blocks.block = begin;
+    blocks.end = end;
+  }
+};
+template <>
+struct ListedKeys<false> {
+  DEVICE void set(const WorkEntry&) {}
+  DEVICE int part() const { return WHOLE; }
+  DEVICE void limit(Blocks&) const {}
+};
+static_assert(!HAS_WORK_LIST || (PACKS_HEADS && !SPLITS_KEYS), "a list cuts tiles of several heads by itself");
+
 // SplitWork is a tile and a share of its keys. Where tiles alone would leave some of the GPU idle, their keys are split
 // (split-KV, as in Flash-Decoding): each split is an attention of its own, and around/reduce.cu merges them.
-struct SplitWork : Work {
+struct SplitWork : Work, ListedKeys<HAS_WORK_LIST> {
   int split_or_row_group;  // which split of the tile's keys; with teams, which 64 rows of its queries come first
 
   DEVICE int split() const { return TEAMS == 1 ? split_or_row_group : 0; }
@@ -51,6 +77,19 @@ struct SplitWork : Work {
 
 DEVICE u32 num_splits_of(const AttentionParams& p) { return SPLITS_KEYS ? p.splits : 1; }
 
+// listed_work() is the work at an index of the list: all KV heads of an entry follow each other, as their keys are
+// neighbours in memory.
+DEVICE SplitWork listed_work(const AttentionParams& p, u32 index) {
+  const WorkEntry entry = work_entries(p)[index / p.num_heads_kv];
+  SplitWork work;
+  work.sequence = sequence_of_group<false, HAS_PAGES>(p, entry.group);
+  work.head = static_cast<int>(index % p.num_heads_kv);
+  work.tile = entry.tile;
+  work.split_or_row_group = entry.chunk;
+  work.set(entry);
+  return work;
+}
+
 // blocks_of_split() iterates over the tiles of keys that some query of the tile sees, or over this split of them.
 DEVICE Blocks blocks_of_split(const AttentionParams& p, const SplitWork& work, const TileRows& rows) {
   const int queries = PACKS_HEADS ? rows.queries : ROWS_OF_TILE;
@@ -60,12 +99,11 @@ DEVICE Blocks blocks_of_split(const AttentionParams& p, const SplitWork& work, c
     blocks.block = first + number * split / p.splits;
     blocks.end = first + number * (split + 1) / p.splits;
   }
+  work.limit(blocks);
   return blocks;
 }
 
-// TileMessage is what the scheduler hands to the warpgroups: a tile; whether no key is visible to it (known with a
-// block mask); whether it is a recheck of a tile whose result was not finite (hidden_values.cuh); and the tiles of keys
-// that the whole tile and each warpgroup see. SKIPS_ROWS: the first tile may begin before the sequence does.
+// SKIPS_ROWS tells whether the first tile may begin before the sequence does.
 constexpr bool SKIPS_ROWS = HAS_WINDOW && !HAS_OPTIONS && STAGING_PANELS > 0 && !PACKS_HEADS;
 static_assert(!KEYS_IN_REVERSE || (HAS_WINDOW && !HAS_OPTIONS), "keys from the last on need a window and no options");
 struct KeyRange {
@@ -83,6 +121,9 @@ DEVICE int fill_last_tile(Sequence& s) {
   return skipped;
 }
 
+// TileMessage is what the scheduler hands to the warpgroups: a tile; whether no key is visible to it (known with a
+// block mask); whether it is a recheck of a tile whose result was not finite (hidden_values.cuh); and the tiles of keys
+// that the whole tile and each warpgroup see.
 struct TileMessage : SplitWork {
   bool empty = true, recheck = false;
   int skipped = 0;  // rows of the first tile that lie before the sequence's first
@@ -116,4 +157,5 @@ struct TileMessage : SplitWork {
     }
   }
 };
-constexpr int NO_WORK = -2;  // in place of a tile's number: no tile, but the stages are looked at for rechecks
+// NO_WORK stands in place of a tile's number where there is no tile, but the stages are looked at for rechecks.
+constexpr int NO_WORK = -2;

@@ -28,8 +28,8 @@ MOST_FLOPS, MOST_ELEMENTS = 2e13, 1 << 27
 class Cell:
     """One problem.
 
-    `lengths` makes it packed; `density` gives it a random block mask, `block_size` is a multiple of 64; `options` are
-    names of `inputs.py`.
+    `lengths` makes it packed, with as many keys as queries or with `key_lengths`; `density` gives it a random block
+    mask, `block_size` is a multiple of 64; `options` are names of `inputs.py`.
     """
 
     name: str
@@ -46,6 +46,7 @@ class Cell:
     density: float | None = None
     block_size: int = 128
     lengths: tuple[int, ...] = ()
+    key_lengths: tuple[int, ...] = ()
     options: tuple[str, ...] = ()
     suite: str = ""
     directions: tuple[str, ...] = (FORWARD, BACKWARD)
@@ -54,13 +55,18 @@ class Cell:
         """Shapes of q, k, v and dout."""
         rows_q, rows_k = (self.batch, self.seqlen_q), (self.batch, self.seqlen_k)
         if self.lengths:
-            rows_q = rows_k = (sum(self.lengths),)  # type: ignore[assignment]
+            rows_q, rows_k = (sum(self.lengths),), (sum(self.keys),)  # type: ignore[assignment]
         return {
             "q": (*rows_q, self.num_heads_q, self.head_dim),
             "k": (*rows_k, self.num_heads_kv, self.head_dim),
             "v": (*rows_k, self.num_heads_kv, self.head_dim_v),
             "dout": (*rows_q, self.num_heads_q, self.head_dim_v),
         }
+
+    @property
+    def keys(self) -> tuple[int, ...]:
+        """The keys of each packed sequence."""
+        return self.key_lengths or self.lengths
 
     @property
     def window(self) -> tuple[int | None, int | None]:
@@ -70,7 +76,7 @@ class Cell:
     def flops(self, direction: str) -> float:
         """Floating-point operations of the visible pairs; a causal cell counts half of all pairs."""
         if self.lengths:
-            pairs: float = sum(n * n for n in self.lengths)
+            pairs: float = sum(n * keys for n, keys in zip(self.lengths, self.keys, strict=True))
         else:
             pairs = self.batch * self.seqlen_q * self.seqlen_k
         if self.density is not None:
@@ -79,6 +85,8 @@ class Cell:
             last = np.arange(self.seqlen_q) + self.seqlen_k - self.seqlen_q  # the key on each query's diagonal
             ends = np.minimum(last, self.seqlen_k - 1) if self.causal else self.seqlen_k - 1
             pairs *= np.clip(ends - np.maximum(last - self.window_left, 0) + 1, 0, None).mean() / self.seqlen_k
+        elif self.key_lengths and self.causal:  # these end where the keys do, and few of them are many queries
+            pairs -= sum(n * (n - 1) / 2 for n in self.lengths)
         elif self.causal and self.seqlen_q > 1:
             pairs /= 2
         return 2.0 * pairs * self.num_heads_q * (self.head_dim + self.head_dim_v) * RELATIVE_FLOPS[direction]
@@ -105,7 +113,12 @@ class Cell:
 
     @property
     def plain(self) -> Cell:
-        """Without options but the precision, window and block mask, packed in sequences of 4096."""
+        """Without options but the precision, window and block mask, packed in sequences of 4096.
+
+        A batch with key lengths of its own is plain.
+        """
+        if self.key_lengths:
+            return self
         lengths = (4096,) * (sum(self.lengths) // 4096)
         options = tuple(name for name in self.options if name == "tf32")
         return replace(self, options=options, window_left=None, density=None, lengths=lengths)
@@ -115,10 +128,12 @@ class Cell:
         """Other libraries need a dense mask."""
         return self.window_left is not None or self.density is not None
 
-    def sequence(self, index: int) -> tuple[slice, Cell]:
-        """The place of a packed sequence, and its problem alone."""
-        start, length = sum(self.lengths[:index]), self.lengths[index]
-        return slice(start, start + length), replace(self, batch=1, seqlen_q=length, seqlen_k=length, lengths=())
+    def sequence(self, index: int) -> tuple[slice, slice, Cell]:
+        """The places of a packed sequence's queries and of its keys, and its problem alone."""
+        queries, keys = self.lengths[index], self.keys[index]
+        begin, begin_k = sum(self.lengths[:index]), sum(self.keys[:index])
+        single = replace(self, batch=1, seqlen_q=queries, seqlen_k=keys, lengths=(), key_lengths=())
+        return slice(begin, begin + queries), slice(begin_k, begin_k + keys), single
 
     def describe(self) -> dict[str, Any]:
         """All fields, as JSON takes them."""
@@ -261,7 +276,15 @@ def _decode(grid: Grid) -> list[Cell]:
         _square(f"decode b{batch} n{short(n)}", grid.dtype, batch, 32, n, 128, seqlen_q=1, num_heads_kv=8)
         for batch, n in ((1, 65536), (16, 8192), (64, 4096), (128, 1024))
     ]
-    return [replace(cell, directions=(FORWARD,)) for cell in cells]
+    return [replace(cell, directions=(FORWARD,)) for cell in (*cells, _server(grid))]
+
+
+def _server(grid: Grid) -> Cell:
+    """A server's batch: 63 sequences decode while one reads 512 tokens of its prompt, over 512 to 16k keys."""
+    rng = np.random.default_rng(0)
+    keys = tuple(int(n) for n in 2 ** rng.uniform(9, 14, 64))
+    cell = _square("63 decodes and a prefill of 512", grid.dtype, 64, 32, 512, 128, num_heads_kv=8, causal=True)
+    return replace(cell, seqlen_q=512 + 63, seqlen_k=sum(keys), lengths=(*([1] * 63), 512), key_lengths=keys)
 
 
 def _random(grid: Grid) -> list[Cell]:

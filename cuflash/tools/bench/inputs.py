@@ -225,7 +225,8 @@ class Sample:
     rows: np.ndarray
     keys: np.ndarray
     cell: Cell  # the sampled sequence's own problem
-    place: slice  # the place of the sequence in packed arrays
+    place: slice  # the place of the sequence in packed arrays of queries
+    place_k: slice  # and in those of keys
     out: np.ndarray
     dq: np.ndarray
     dk: np.ndarray
@@ -237,7 +238,7 @@ class Sample:
 
     def forward_errors(self, out: Any) -> Errors:
         """Errors of the sampled rows of out."""
-        return {"out": _error(self._cut(out, self.head)[self.rows], self.out)}
+        return {"out": _error(self._cut(out, self.head, self.place)[self.rows], self.out)}
 
     def backward_errors(self, gradients: tuple[Any, ...]) -> Errors:
         """Errors of the sampled rows of dq and dbias, and keys of dk and dv."""
@@ -245,17 +246,17 @@ class Sample:
         kv_head = self.head * self.cell.num_heads_kv // self.cell.num_heads_q
         least = LEAST_DIFFERENCE * default_scale(self.cell) * self.dscore
         errors = {
-            "dq": _error(self._cut(dq, self.head)[self.rows], self.dq, least * self.largest_k),
-            "dk": _error(self._cut(dk, kv_head)[self.keys], self.dk, least * self.largest_q),
-            "dv": _error(self._cut(dv, kv_head)[self.keys], self.dv),
+            "dq": _error(self._cut(dq, self.head, self.place)[self.rows], self.dq, least * self.largest_k),
+            "dk": _error(self._cut(dk, kv_head, self.place_k)[self.keys], self.dk, least * self.largest_q),
+            "dv": _error(self._cut(dv, kv_head, self.place_k)[self.keys], self.dv),
         }
         if dbias:
             found = as_float64(dbias[0][self.batch, self.head])[self.rows]
             errors["dbias"] = _error(found, self.dbias, LEAST_DIFFERENCE * self.dscore)
         return errors
 
-    def _cut(self, x: Any, head: int) -> np.ndarray:
-        return as_float64(x[self.batch, :, head] if x.ndim == 4 else x[self.place, head])
+    def _cut(self, x: Any, head: int, place: slice) -> np.ndarray:
+        return as_float64(x[self.batch, :, head] if x.ndim == 4 else x[place, head])
 
 
 def _error(x: np.ndarray, truth: np.ndarray, least: float = 0.0) -> dict[str, float]:
@@ -275,10 +276,10 @@ def take_sample(inputs: Inputs, given: dict[str, Any], out: Any, lse: Any) -> Sa
     cell = inputs.cell
     rng = np.random.default_rng(1)
     batch = int(rng.integers(cell.batch))
-    place, single = slice(None), cell
+    place, place_k, single = slice(None), slice(None), cell
     if cell.lengths:
         batch = int(np.argmax(cell.lengths))  # one row alone has a dq of 0, against which nothing is small
-        place, single = cell.sequence(batch)
+        place, place_k, single = cell.sequence(batch)
     head = int(rng.integers(cell.num_heads_q))
     group = cell.num_heads_q // cell.num_heads_kv
     kv_head = head // group
@@ -286,10 +287,10 @@ def take_sample(inputs: Inputs, given: dict[str, Any], out: Any, lse: Any) -> Sa
     keys = _positions(rng, single.seqlen_k, single.seqlen_q * group)
     every_row, every_key = np.arange(single.seqlen_q), np.arange(single.seqlen_k)
 
-    def cut(x: Any, h: int) -> np.ndarray:
-        return as_float64(x[place, h] if cell.lengths else x[batch, :, h])
+    def cut(x: Any, h: int, where: slice = place) -> np.ndarray:
+        return as_float64(x[where, h] if cell.lengths else x[batch, :, h])
 
-    k, v = cut(inputs["k"], kv_head), cut(inputs["v"], kv_head)
+    k, v = cut(inputs["k"], kv_head, place_k), cut(inputs["v"], kv_head, place_k)
     q, dout = cut(inputs["q"], head), cut(inputs["dout"], head)
     scored = scores(single, given, batch, head, q[rows], k, rows, every_key)
     top = scored.values.max(axis=1, keepdims=True)
@@ -320,7 +321,7 @@ def take_sample(inputs: Inputs, given: dict[str, Any], out: Any, lse: Any) -> Sa
         dweights = dout @ v[keys].T * scored.keep
         dk += (weights * (dweights - delta[:, None]) * scored.slopes).T @ q
         dv += (weights * scored.keep).T @ dout
-    return Sample(batch, head, rows, keys, single, place, true_out, dq, dk, dv, dscores, *cancelling)
+    return Sample(batch, head, rows, keys, single, place, place_k, true_out, dq, dk, dv, dscores, *cancelling)
 
 
 def _check_lse(lse: np.ndarray, truth: np.ndarray, cell: Cell) -> None:

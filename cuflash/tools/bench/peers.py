@@ -63,12 +63,16 @@ def plain_calls(inputs: Inputs) -> Calls:
 def _entry_points(inputs: Inputs) -> tuple[Callable[..., Any], Callable[..., Any], tuple[Array, ...]]:
     if not inputs.cell.lengths:
         return cuflash.attention, cuflash.attention_backward, ()
-    cu_seqlens = _cu_seqlens(inputs)
-    return cuflash.attention_varlen, cuflash.attention_varlen_backward, (cu_seqlens, cu_seqlens)
+    return cuflash.attention_varlen, cuflash.attention_varlen_backward, _cu_seqlens(inputs)
 
 
-def _cu_seqlens(inputs: Inputs) -> Array:
-    return inputs.xp.asarray(np.cumsum((0, *inputs.cell.lengths)).astype(np.int32))
+def _cu_seqlens(inputs: Inputs) -> tuple[Array, Array]:
+    """The first rows of each sequence's queries and keys."""
+    of_queries, of_keys = (
+        inputs.xp.asarray(np.cumsum((0, *lengths)).astype(np.int32))
+        for lengths in (inputs.cell.lengths, inputs.cell.keys)
+    )
+    return of_queries, of_keys
 
 
 def naive_calls(inputs: Inputs) -> Calls:
@@ -256,12 +260,12 @@ def _fa3_packed_calls(torch: Any, inputs: Inputs) -> Calls:
     cell = inputs.cell
     ops = torch.ops.flash_attn_3
     q, k, v, dout = (inputs.torch(name) for name in ("q", "k", "v", "dout"))
-    cu_seqlens = as_torch(_cu_seqlens(inputs))
+    of_queries, of_keys = map(as_torch, _cu_seqlens(inputs))
     options = {
-        "cu_seqlens_q": cu_seqlens,
-        "cu_seqlens_k": cu_seqlens,
+        "cu_seqlens_q": of_queries,
+        "cu_seqlens_k": of_keys,
         "max_seqlen_q": max(cell.lengths),
-        "max_seqlen_k": max(cell.lengths),
+        "max_seqlen_k": max(cell.keys),
         "softmax_scale": default_scale(cell),
         "is_causal": cell.causal,
     }
@@ -279,12 +283,11 @@ def torch_varlen_calls(inputs: Inputs) -> Calls:
     cell = inputs.cell
     q, k, v = (inputs.torch(name).requires_grad_() for name in ("q", "k", "v"))
     dout = inputs.torch("dout")
-    cu_seqlens = as_torch(_cu_seqlens(inputs))
-    longest = max(cell.lengths)
+    of_sequences = *map(as_torch, _cu_seqlens(inputs)), max(cell.lengths), max(cell.keys)
     options = {"window_size": (-1, 0)} if cell.causal else {}
 
     def call() -> Any:
-        return varlen.varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options)
+        return varlen.varlen_attn(q, k, v, *of_sequences, **options)
 
     def forward() -> Any:
         with torch.no_grad():

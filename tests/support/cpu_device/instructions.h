@@ -42,7 +42,8 @@ bool mbarrier_wait(uint32_t address, unsigned parity, Where where);
 void wgmma_fence(Where where);
 void wgmma_commit(Where where);
 void wgmma_wait(int pending, Where where);
-// d (64 x columns) = (accumulate ? d : 0) + a (64 x 16) b (16 x columns); a from registers where they are given
+// d (64 x columns) = (accumulate ? d : 0) + a (64 x depth) b (depth x columns); a from registers where they are given.
+// The depth is 32 bytes: 16 elements of 16 bits or 32 e4m3 codes.
 struct Wgmma {
   float* d;
   int columns;

@@ -400,10 +400,30 @@ def _wgmma(columns: int, kind: str, swizzle: int, trans_a: int, trans_b: int, ex
     return Case(name, "sm_90a", body, data, threads=128, tolerance=0.0 if exact else 1e-5)
 
 
+def _wgmma_e4m3(columns: int, swizzle: int) -> Case:
+    code = {128: 1, 64: 2, 32: 3, 0: 0}[swizzle]
+    panel, step = 16384 if swizzle else 2048, 8 * (swizzle or 16)
+    high = f"(({code}ull << 62) | ({step // 16}ull << 32) | ({panel // 16}ull << 16))"
+    further = 2 if swizzle > 32 else 0
+    body = f"""fill(smem, in, {SMEM_BYTES // 4}); ptx::fence_async_shared(); __syncthreads();
+  float d[{columns // 2}];
+  for (int i = 0; i < {columns // 2}; i++) d[i] = (i + t) % 16;
+  const unsigned long long a = {high} | (base >> 4), b = {high} | ((base + 8192) >> 4);
+  ptx::wgmma_fence();
+  ptx::wgmma_e4m3_ss(d, a, b, true);
+  ptx::wgmma_e4m3_rs(d, in[t], in[t + 128], in[t + 256], in[t + 384], b + {further}, true);
+  ptx::wgmma_commit_group();
+  ptx::wgmma_wait_group<0>();
+  for (int i = 0; i < {columns // 2}; i++) ptx::keep(d[i]);
+  for (int i = 0; i < {columns // 2}; i++) out[t * {columns // 2} + i] = __float_as_uint(d[i]);"""
+    return Case(f"wgmma_n{columns}_e4m3_swizzle{swizzle}", "sm_90a", body, small_e4m3_words, threads=128)
+
+
 def _warpgroup_products() -> list[Case]:
     cases = [_wgmma(64, "bf16", s, ta, tb, True) for s in (128, 64, 32, 0) for ta in (0, 1) for tb in (0, 1)]
     widths = (16, 32, 48, 80, 96, 112, 128, 192, 256)
     cases += [_wgmma(n, "bf16", 128, 0, n // 16 % 2, True) for n in widths]
+    cases += [_wgmma_e4m3(n, swizzle) for n, swizzle in ((64, 128), (64, 0), (96, 128), (256, 64))]
     return [*cases, _wgmma(128, "bf16", 128, 0, 1, False), _wgmma(128, "f16", 128, 0, 0, False)]
 
 

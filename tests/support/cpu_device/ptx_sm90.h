@@ -173,5 +173,17 @@ void wgmma_rs(float (&d)[R], unsigned a0, unsigned a1, unsigned a2, unsigned a3,
   const unsigned a[] = {a0, a1, a2, a3};
   cpu_device::wgmma({d, 2 * R, a, 0, b, accumulate, false, TRANS_B, format<T>, where});
 }
+template <int R>
+void wgmma_e4m3_ss(float (&d)[R], unsigned long long a, unsigned long long b, bool accumulate, Where where = {}) {
+  static_assert(R % 8 == 0 && R <= 128, "columns come in steps of 16, up to 256");
+  cpu_device::wgmma({d, 2 * R, nullptr, a, b, accumulate, false, false, cpu_device::Format::kE4m3, where});
+}
+template <int R>
+void wgmma_e4m3_rs(float (&d)[R], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned long long b,
+                   bool accumulate, Where where = {}) {
+  static_assert(R % 8 == 0 && R <= 128, "columns come in steps of 16, up to 256");
+  const unsigned a[] = {a0, a1, a2, a3};
+  cpu_device::wgmma({d, 2 * R, a, 0, b, accumulate, false, false, cpu_device::Format::kE4m3, where});
+}
 
 }  // namespace ptx

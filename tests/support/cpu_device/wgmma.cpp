@@ -17,21 +17,32 @@ namespace cpu_device {
 
 namespace {
 
-constexpr int kRows = 16, kDepth = 16, kMaxColumns = 256;
+constexpr int kRows = 16, kDepthBytes = 32, kMaxDepth = 32, kMaxColumns = 256;
 constexpr uint32_t kMark = 0x7fc0cafe;  // a NaN that no arithmetic gives
-constexpr int kElementBytes = 2;
-constexpr int kPiece = 8;  // elements in 16 bytes
+constexpr int kPieceBytes = 16;
+// Sums of products of e4m3 keep so many bits below the largest term's exponent (DeepSeek-V3, 2024, section 3.3.2).
+constexpr int kBitsOfCodes = 13;
+
+int element_bytes(Format format) { return format == Format::kE4m3 ? 1 : 2; }
+int depth_of(Format format) { return kDepthBytes / element_bytes(format); }
+float element(const uint8_t* bytes, Format format) {
+  if (format == Format::kE4m3) return e4m3_to_float(*bytes);
+  uint16_t bits;
+  memcpy(&bits, bytes, sizeof bits);
+  return to_float(bits, format);
+}
 
 // What a descriptor says: where the rows (M or N) and the depth (K) of an operand lie.
 struct Operand {
   uint32_t start, leading, stride;
   Swizzle swizzle;
   bool transposed;  // rows are contiguous instead of the depth
+  int size;         // bytes of an element
 
-  // Address without swizzling of element (row, k); 8 elements along the contiguous direction are together.
+  // Address without swizzling of element (row, k); 16 bytes along the contiguous direction are together.
   uint32_t address(int row, int k) const {
     const int width = swizzle == Swizzle::kNone ? 16 : 16 << int(swizzle);  // bytes of a row of the pattern
-    const int across = transposed ? k : row, along = (transposed ? row : k) * kElementBytes;
+    const int across = transposed ? k : row, along = (transposed ? row : k) * size;
     // Without a pattern the roles of the two offsets change in the transposed case.
     const bool exchanged = transposed && swizzle == Swizzle::kNone;
     const uint32_t along_offset = exchanged ? stride : leading, across_offset = exchanged ? leading : stride;
@@ -39,8 +50,9 @@ struct Operand {
   }
 };
 
-Operand decode(uint64_t descriptor, bool transposed, Where where) {
+Operand decode(uint64_t descriptor, bool transposed, Format format, Where where) {
   Operand operand{};
+  operand.size = element_bytes(format);
   operand.start = (descriptor & 0x3fff) << 4;
   operand.leading = (descriptor >> 16 & 0x3fff) << 4;
   operand.stride = (descriptor >> 32 & 0x3fff) << 4;
@@ -66,7 +78,7 @@ struct Accumulators {
 
 struct Product {
   Wgmma what;
-  uint16_t a[kRows][kDepth];  // from registers
+  uint8_t a[kRows][kDepthBytes];  // from registers
   Operand a_operand, b_operand;
   int first_row;
   Accumulators* d;
@@ -92,36 +104,43 @@ Products& products() {
   return *warp().products;
 }
 
-// Rows [first, first + count) of an operand, read from shared memory piece by piece; out is [k][row].
-void read_operand(const Operand& operand, int first, int count, Format format, float* out, Where where) {
-  for (int i = 0; i < count * kDepth / kPiece; i++) {
-    const int row = operand.transposed ? i % (count / kPiece) * kPiece : i / (kDepth / kPiece);
-    const int k = operand.transposed ? i / (count / kPiece) : i % (kDepth / kPiece) * kPiece;
-    const uint32_t address = swizzled(operand.address(first + row, k), operand.swizzle);
-    uint16_t piece[kPiece];
-    memcpy(piece, shared_memory(address, sizeof piece, sizeof piece, "wgmma", where), sizeof piece);
-    for (int e = 0; e < kPiece; e++)
-      out[operand.transposed ? k * count + row + e : (k + e) * count + row] = to_float(piece[e], format);
+// Calls visit(row, k, address) for each piece of rows [first, first + count) of an operand, rows counted from `first`.
+template <class Visit>
+void for_each_piece(const Operand& operand, int first, int count, Visit visit) {
+  const int piece = kPieceBytes / operand.size, depth = kDepthBytes / operand.size;
+  for (int i = 0; i < count * depth / piece; i++) {
+    const int row = operand.transposed ? i % (count / piece) * piece : i / (depth / piece);
+    const int k = operand.transposed ? i / (count / piece) : i % (depth / piece) * piece;
+    visit(row, k, swizzled(operand.address(first + row, k), operand.swizzle));
   }
+}
+
+// Reads these rows from shared memory piece by piece; out is [k][row].
+void read_operand(const Operand& operand, int first, int count, Format format, float* out, Where where) {
+  for_each_piece(operand, first, count, [&](int row, int k, uint32_t address) {
+    const auto* piece = static_cast<const uint8_t*>(shared_memory(address, kPieceBytes, kPieceBytes, "wgmma", where));
+    for (int e = 0; e < kPieceBytes / operand.size; e++) {
+      const int place = operand.transposed ? k * count + row + e : (k + e) * count + row;
+      out[place] = element(piece + e * operand.size, format);
+    }
+  });
 }
 
 void check_operand(const Operand& operand, int first, int count, shadow::Ticket ticket, Where where) {
   if (!shadow::enabled()) return;
-  for (int i = 0; i < count * kDepth / kPiece; i++) {
-    const int row = operand.transposed ? i % (count / kPiece) * kPiece : i / (kDepth / kPiece);
-    const int k = operand.transposed ? i / (count / kPiece) : i % (kDepth / kPiece) * kPiece;
-    const uint32_t address = swizzled(operand.address(first + row, k), operand.swizzle);
-    shadow::asynchronous_read(block(), address, 16, self(), ticket, where);
-  }
+  for_each_piece(operand, first, count, [&](int, int, uint32_t address) {
+    shadow::asynchronous_read(block(), address, kPieceBytes, self(), ticket, where);
+  });
 }
 
 void compute(const Product& product) {
-  const int columns = product.what.columns;
-  float a[kDepth][kRows];
-  float b[kDepth * kMaxColumns];
+  const int columns = product.what.columns, depth = depth_of(product.what.format);
+  float a[kMaxDepth][kRows];
+  float b[kMaxDepth * kMaxColumns];
   if (product.what.a_registers) {
+    const int size = element_bytes(product.what.format);
     for (int row = 0; row < kRows; row++)
-      for (int k = 0; k < kDepth; k++) a[k][row] = to_float(product.a[row][k], product.what.format);
+      for (int k = 0; k < depth; k++) a[k][row] = element(&product.a[row][k * size], product.what.format);
   } else {
     read_operand(product.a_operand, product.first_row, kRows, product.what.format, a[0], product.what.where);
   }
@@ -129,13 +148,17 @@ void compute(const Product& product) {
   for (int row = 0; row < kRows; row++) {
     float* d = &product.d->values[row * columns];
     if (worker->launch->sum_bits > 0) {
-      for (int column = 0; column < columns; column++)
-        d[column] = sum_of_products(product.what.accumulate ? d[column] : 0, &a[0][row], kRows, &b[column], columns,
-                                    kDepth, product.what.format);
+      for (int column = 0; column < columns; column++) {
+        const float earlier = product.what.accumulate ? d[column] : 0;
+        const Format format = product.what.format;
+        d[column] = format == Format::kE4m3
+                        ? cut_sum(earlier, &a[0][row], kRows, &b[column], columns, depth, kBitsOfCodes, format)
+                        : sum_of_products(earlier, &a[0][row], kRows, &b[column], columns, depth, format);
+      }
       continue;
     }
     float sum[kMaxColumns] = {};
-    for (int k = 0; k < kDepth; k++)
+    for (int k = 0; k < depth; k++)
       for (int column = 0; column < columns; column++) sum[column] += a[k][row] * b[k * columns + column];
     for (int column = 0; column < columns; column++)
       d[column] = product.what.accumulate ? d[column] + sum[column] : sum[column];
@@ -217,13 +240,13 @@ void issue_operation(void* const all[32], unsigned) {
   if (first.a_registers) {
     for (int l = 0; l < 32; l++)
       for (int r = 0; r < 4; r++)
-        memcpy(&product.a[l / 4 + r % 2 * 8][l % 4 * 2 + r / 2 * 8], &static_cast<Wgmma*>(all[l])->a_registers[r],
+        memcpy(&product.a[l / 4 + r % 2 * 8][l % 4 * 4 + r / 2 * 16], &static_cast<Wgmma*>(all[l])->a_registers[r],
                sizeof(unsigned));
   } else {
-    product.a_operand = decode(first.a, first.transposed_a, first.where);
+    product.a_operand = decode(first.a, first.transposed_a, first.format, first.where);
     check_operand(product.a_operand, product.first_row, kRows, product.ticket, first.where);
   }
-  product.b_operand = decode(first.b, first.transposed_b, first.where);
+  product.b_operand = decode(first.b, first.transposed_b, first.format, first.where);
   check_operand(product.b_operand, 0, first.columns, product.ticket, first.where);
   product.d = accumulators_of(all, mine);
   product.d->in_flight++;

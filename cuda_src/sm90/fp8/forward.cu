@@ -1,0 +1,276 @@
+// Forward attention on Hopper (sm_90a) where queries, keys and values are e4m3 codes: FlashAttention-3 (Shah et al.
+// 2024), section 3.3. One warp loads tiles by TMA, another is the scheduler, two prepare values (values.cuh), and
+// CONSUMERS warpgroups of 64 queries each compute; thread blocks are persistent and take tile after tile. Products and
+// scales are in codes.cuh; ../forward/forward.cu is the kernel on 16 bits.
+#include "values.cuh"
+
+// add_slice() completes a slice of the result: out = out * rescale + sum.
+DEVICE void add_slice(float (&out)[HEAD_DIM_V / 2], const float (&sum)[SLICE / 2], const float (&rescale)[2],
+                      int slice) {
+#pragma unroll
+  for (int e = 0; e < SLICE / 2; e++) {
+    float& x = out[slice * (SLICE / 2) + e];
+    x = x * rescale[e / 2 % 2] + sum[e];
+  }
+}
+
+// write_results() writes out * factor for the thread's rows of a tile; rows in [len_q, rows_q) are padding and become
+// 0.
+DEVICE void write_results(const AttentionParams& p, const TileMessage& work, int row,
+                          const float (&out)[HEAD_DIM_V / 2], const float (&factor)[2]) {
+  const Sequence& s = work.sequence;
+  const auto& results = reinterpret_cast<const Tensor<Result>&>(p.out);
+  Result* data = results.at(batch_of(p, s), s.row_q, work.head);
+  if constexpr (sizeof(Result) == 2) {
+    write_fragment(data, results.row_stride, row, s.len_q, s.rows_q, p.head_dim_v, out, factor);
+  } else {
+#pragma unroll
+    for (int e = 0; e < HEAD_DIM_V / 2; e++) {
+      const int i = row + row_offset(e), column = fragment_column() + column_offset(e);
+      if (i < s.rows_q && column < p.head_dim_v) {
+        data[i * results.row_stride + column] = i < s.len_q ? out[e] * factor[e / 2 % 2] : 0;
+      }
+    }
+  }
+}
+
+// OwnTile is what the hooks of scores ask of the current tile of keys.
+struct OwnTile {
+  int block;
+  bool masked;  // with a block mask: some element may be hidden
+};
+
+// find_slots() finds the slots of a block mask's 64 x 64 blocks that 64 queries and a tile of keys touch.
+DEVICE void find_slots(int (&slots)[BLOCKS_OF_ROW], const AttentionParams& p, const TileMessage& work, int warpgroup,
+                       int entry) {
+  if constexpr (HAS_BLOCK_MASK) {
+    const Mask mask(p, work.sequence, work.head);
+    const int row = work.tile * WARPGROUPS_PER_TILE + warpgroup, first = (entry >> 1) * BLOCK_N / CANONICAL;
+#pragma unroll
+    for (int i = 0; i < BLOCKS_OF_ROW; i++) {
+      const bool inside = row < mask.slot_rows && first + i < mask.slot_columns;
+      slots[i] = (entry & 1) == 0 ? VISIBLE_SLOT
+                 : inside         ? mask.slots[static_cast<i64>(row) * mask.slot_columns + first + i]
+                                  : HIDDEN_SLOT;
+    }
+  }
+}
+
+// consume() is a consumer warpgroup: it computes 64 rows of every tile that it is handed. The products of the last
+// weights with their values and those of the next scores are issued together, and the warpgroups take the tensor cores
+// in an order (ping-pong), so that exponentials run while products are computed.
+DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings, int warpgroup) {
+  const ProductOrder order(warpgroup);
+  const TileRows rows(p);
+  int parity = 0;  // of the flags of seen keys
+  while (true) {
+    rings.work.wait();
+    // Read again from shared memory where it is needed: registers are scarce.
+    const TileMessage& work = shared.work[rings.work.stage];
+    if (work.tile == NO_TILE) break;
+    const Sequence& s = work.sequence;
+    const int first_row = work.first_of_rows() + warpgroup * ROWS_OF_WARPGROUP;
+    const int row = first_row + warp_row() + fragment_row();
+    const OwnRows own(rows, s, work.head, row);
+    const ScoreScales scales(p, s, work.head, row);
+    const UnitFragment scores(p, s, work.head, rows, own, scales.scale);
+    WeightUnits units(p, s, work.head);
+    CodeSoftmax softmax(scores.units.unit);
+    float out[HEAD_DIM_V / 2], sum[SLICE / 2], rescale[2] = {0, 0};
+    u32 weights[BLOCK_N / 8];  // P (64, BLOCK_N) as codes
+#pragma unroll
+    for (int e = 0; e < HEAD_DIM_V / 2; e++) out[e] = 0;
+    const KeyRange keys = work.keys;
+    const KeyRange seen = HIDES_ANYWHERE ? keys : work.own_keys[warpgroup];
+    // skip() releases tiles of keys that this warpgroup does not see, and takes its places in the order.
+    const auto skip = [&](int from, int to) {
+#pragma unroll 1
+      for (int number = from; number > to; number--) {
+        rings.k.wait();
+        rings.k.release();
+        order.wait();
+        order.arrive();
+        if constexpr (TOKEN_SCALES) {
+          rings.scales.wait();
+          rings.scales.release();
+        }
+        rings.columns.wait();
+        rings.columns.release();
+      }
+    };
+    const auto finish_slice = [&](int slice) {
+      keep(sum);
+      add_slice(out, sum, rescale, slice);
+    };
+    // clear_nan() keeps NaN of keys that nobody sees out of the results; x are the scores of this tile.
+    const auto clear_nan = [&](const float (&x)[BLOCK_N / 2], bool first) {
+      if constexpr (HIDES_ANYWHERE) {
+        auto next = rings.columns;
+        if (!first) next.advance();
+        next.wait();
+        bool has_nan = false;
+#pragma unroll
+        for (int nan : shared.has_nan[next.stage]) has_nan |= nan != 0;
+        if (!has_nan) return;
+        u8* flags = shared.seen.flags[parity];
+        parity ^= 1;
+        mark_seen(flags, x);
+        sync_team();
+        clear_columns(next.buffer(), flags);
+        sync_team();
+        if (threadIdx.x < BLOCK_N) flags[threadIdx.x] = 0;
+      }
+    };
+    // step() computes the weights of a tile of keys while the tensor cores multiply the last ones with their values, if
+    // there are any (`first`: there are none).
+    const u32 queries = rings.q.buffer() + warpgroup * ROWS_OF_WARPGROUP * ROW_BYTES;
+    const KeyTiles tiles(p, work);
+    const auto step = [&](int number, bool first) {
+      float x[BLOCK_N / 2], next_rescale[2];
+      const int entry = tiles.entry(number), first_key = (entry >> 1) * BLOCK_N;
+      // 1. The products: the last slice of O is computed behind the scores, and while they become weights.
+      rings.k.wait();
+      if (!first) rings.columns.wait();
+      order.wait();
+      if (SLICES > 1 && !first) multiply_weights(sum, weights, rings.columns.buffer(), 0);
+      multiply_queries(x, queries, rings.k.buffer());
+      if (!first) {
+        if constexpr (SLICES == 1) {
+          multiply_weights(sum, weights, rings.columns.buffer(), 0);
+        } else {
+#pragma unroll
+          for (int slice = 1; slice < SLICES; slice++) {
+            if (slice == 1) {
+              ptx::wgmma_wait_group<1>();
+            } else {
+              ptx::wgmma_wait_group<0>();
+            }
+            finish_slice(slice - 1);
+            multiply_weights(sum, weights, rings.columns.buffer(), slice);
+          }
+        }
+      }
+      order.arrive();
+      // 2. What does not depend on the products is found meanwhile.
+      const bool is_partial = HAS_MASK || HAS_ALIBI || entry & 1 ||
+                              !scores.mask.columns_inside(first_row, ROWS_OF_WARPGROUP, first_key, BLOCK_N);
+      const OwnTile tile = {entry >> 1, HAS_BLOCK_MASK && is_partial};
+      const bool masked = HAS_BIAS || scores.needs_mask(tile, first_row, ROWS_OF_WARPGROUP);
+      FragmentBits bits;
+      if (HAS_BLOCK_MASK && masked) {
+        int slots[BLOCKS_OF_ROW];
+        find_slots(slots, p, work, warpgroup, entry);
+        scores.fetch(bits, slots);
+      }
+      UnitFragment::Random random;
+      scores.draw_ahead(random, row, first_key);
+      if (masked) scores.find_visible(bits, row, first_key);
+      if constexpr (TOKEN_SCALES) rings.scales.wait();
+      // 3. Products become scores, and scores weights.
+      if (first) {
+        ptx::wgmma_wait_group<0>();
+      } else {
+        ptx::wgmma_wait_group<1>();
+      }
+      keep(x);
+      rings.k.release();
+      const SharedScales& of_tile = shared.scales[TOKEN_SCALES ? rings.scales.stage : 0];
+      scales.apply(x, of_tile.of_keys);
+      scores.apply(x, bits, row, first_key, masked,
+                   [&](float (&x)[BLOCK_N / 2], bool masked) { scores.add_bias(x, row, first_key, masked); });
+      clear_nan(x, first);
+      softmax.step(x, next_rescale);
+      scores.drop(x, random, row, first_key);
+      units.apply(x, of_tile.of_values, next_rescale);
+      if constexpr (TOKEN_SCALES) {
+        __syncwarp();
+        rings.scales.release();
+      }
+      // 4. The last slice of O arrives, and the weights are rounded.
+      if (!first) {
+        ptx::wgmma_wait_group<0>();
+        finish_slice(SLICES - 1);
+        rings.columns.release();
+      }
+      rescale[0] = next_rescale[0];
+      rescale[1] = next_rescale[1];
+      pack_codes(weights, x);
+    };
+
+    float inverse[2] = {0, 0};
+    const float sink = p.sink == nullptr || work.split() > 0 ? -infinity() : p.sink[work.head];
+    float lse[2] = {sink, sink};
+    rings.q.wait();
+    const bool sees_keys = seen.begin < seen.end;
+    skip(keys.end - 1, sees_keys ? seen.end - 1 : keys.begin - 1);
+    if (sees_keys) {
+      step(seen.end - 1, true);
+#pragma unroll 1
+      for (int number = seen.end - 2; number >= seen.begin; number--) step(number, false);
+    }
+    rings.q.release();
+    // The last weights meet their values, and the sums are completed meanwhile. A warpgroup without keys takes this
+    // place in the order, too.
+    if (sees_keys) rings.columns.wait();
+    order.wait();
+    if (sees_keys) {
+#pragma unroll
+      for (int slice = 0; slice < SLICES; slice++) {
+        multiply_weights(sum, weights, rings.columns.buffer(), slice);
+        if (slice + 1 == SLICES) {
+          order.arrive();
+          softmax.finish(sink, inverse, lse);
+        }
+        ptx::wgmma_wait_group<0>();
+        finish_slice(slice);
+      }
+      rings.columns.release();
+      skip(seen.begin - 1, keys.begin - 1);
+    } else {
+      order.arrive();
+    }
+    rescale_kept(p, inverse);
+    units.take(inverse);
+    if constexpr (SPLITS_KEYS) {
+      write_split(p, work, own, row, out, inverse, lse);
+    } else {
+      write_results(p, work, row, out, inverse);
+    }
+    if (!SPLITS_KEYS && lane() % 4 < 2) {
+      const int i = row + 8 * (lane() % 4);
+      const float own_lse = lane() % 4 == 0 ? lse[0] : lse[1];
+      if (i < s.rows_q) *p.lse.at(batch_of(p, s), s.row_q + i, work.head) = i < s.len_q ? own_lse : -infinity();
+    }
+    __syncwarp();
+    rings.work.release();
+  }
+  order.drain();
+}
+
+// fp8_forward_sm90 is persistent: each multiprocessor has one block, which takes tile after tile.
+extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
+    fp8_forward_sm90(const __grid_constant__ AttentionParams p, const __grid_constant__ ptx::TensorMap q_map,
+                     const __grid_constant__ ptx::TensorMap k_map, const __grid_constant__ ptx::TensorMap v_map) {
+  VIEW_SHARED_STORAGE(shared);
+  if (threadIdx.x == 0) init_barriers(shared);
+  if constexpr (HIDES_ANYWHERE) {
+    for (int i = threadIdx.x; i < 2 * BLOCK_N; i += blockDim.x) shared.seen.flags[i / BLOCK_N][i % BLOCK_N] = 0;
+  }
+  __syncthreads();
+  const Rings rings(shared);
+  const int warpgroup = own_warpgroup();
+  if (warpgroup == CONSUMERS) {
+    ptx::set_registers_fewer<PRODUCER_REGISTERS>();
+    const int warp = __shfl_sync(ALL_LANES, threadIdx.x % WARPGROUP / WARP, 0);
+    if (warp >= FIRST_PREPARING_WARP) {
+      prepare_values(p, shared, rings, warp - FIRST_PREPARING_WARP);
+    } else if (lane() == 0 && warp == 0) {
+      load_all(p, shared, rings, &q_map, &k_map, &v_map);
+    } else if (lane() == 0) {
+      schedule_tiles(p, shared, rings);
+    }
+  } else {
+    ptx::set_registers_more<CONSUMER_REGISTERS>();
+    consume(p, shared, rings, warpgroup);
+  }
+}

@@ -1,0 +1,198 @@
+"""The kernels that are compiled ahead of calls and checked are those that problems of every kind of a family take.
+
+Of each line of a table's head dims there are problems without options, with a window, with all options, and with sets
+that are drawn, always the same; a line for one option stands for one of them. The chooser answers as it does in calls.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
+
+from cuflash.plan import portable, sm80_backward, sm80_forward, sm80_fp8, sm80_kinds, sm80_wide, sm80_wide_tiles
+from cuflash.plan.config import KNOWN_TO_ALL, OF_RULES, WIDEST
+from cuflash.plan.portable_tiles import OPERAND_ENTRIES, PORTABLE
+from cuflash.plan.record import Capability, Record
+from cuflash.plan.sm80_tiles import BACKWARD, FORWARD, FP8, OF_BIAS, OF_QUERIES
+from cuflash.problem.attention_problem import HALF_DTYPES, AttentionProblem, accum_of
+from cuflash.rules.form import NO_RULES, trace_rules
+
+Listed = Iterator[tuple[Any, str]]  # configurations with their dtypes
+Flags = tuple[str, ...]
+_LENGTH = 4096  # queries and keys of a problem
+_SHORT = 256  # queries where few see a key
+_BLOCKS = 128, 64  # block sizes of masks
+_DRAWN = 1  # sets of options that are drawn for each head dims and dtype
+_WINDOW, _BLOCK_MASK = "has_window", "has_block_mask"
+_SCORES = 1, 1, 1, 1  # a shape that is broadcast
+# Rules of users' own, of which kernels are listed with the room alone: a score_mod and a mask_mod.
+_RULES: Any = (lambda s, b, h, i, j: s), (lambda b, h, i, j: i >= j)
+
+
+def problem_of(
+    dtype: str, head_dim: int, head_dim_v: int, flags: Iterable[str], block: int = _BLOCKS[0], **others: Any
+) -> AttentionProblem:
+    """Return a problem with the options that flags of `KNOWN_TO_ALL` name, whose block mask has blocks of one size."""
+    options: dict[str, dict[str, Any]] = {
+        _WINDOW: {"window_right": 0},
+        "has_softcap": {"softcap": 30.0},
+        "has_bias": {"bias": _SCORES, "bias_dtype": accum_of(dtype) if others.get("has_fp8_keys") else dtype},
+        "has_mask": {"mask": _SCORES},
+        "has_alibi": {"alibi": (1, 1)},
+        "has_dropout": {"dropout_p": 0.1},
+        _BLOCK_MASK: {"block_mask": True, "block_size": (block, block)},
+    }
+    given = {name: x for flag in flags if flag in options for name, x in options[flag].items()}
+    of_score, of_mask = (rule if flag in flags else None for flag, rule in zip(OF_RULES, _RULES, strict=True))
+    given["rules"] = trace_rules(of_score, of_mask, (), accum_of(dtype))
+    return AttentionProblem(1, _LENGTH, _LENGTH, 1, 1, head_dim, head_dim_v, dtype, **given | others)
+
+
+def option_sets(name: str, lines: Sequence[Record[Any]], handled: Flags = KNOWN_TO_ALL) -> list[Flags]:
+    """Return sets of options for the lines of some head dims, which are drawn for this `name`."""
+    rng = random.Random(name)
+    found: list[Flags] = [(), (_WINDOW,), handled]
+    for takes in dict.fromkeys(line.takes for line in lines):
+        alone = [flag for flag in takes.options or () if flag in handled and flag != _WINDOW]
+        if takes.most == 1 and alone:
+            flag = rng.choice(alone)
+            # Where a line is for one option, a window tells whether a step takes several listed tiles.
+            found += [(_WINDOW, flag)] if len(alone) > 1 else [(flag,), (_WINDOW, flag)]
+    others = [flag for flag in handled if flag != _WINDOW]
+    for _ in range(_DRAWN):
+        drawn = set(rng.sample(others, rng.randint(1, len(others) - 1)))
+        found.append((_WINDOW, *(flag for flag in others if flag in drawn)))
+    return list(dict.fromkeys(found))
+
+
+def _by_head_dims(table: Sequence[Record[Any]]) -> dict[tuple[int, int], list[Record[Any]]]:
+    found: dict[tuple[int, int], list[Record[Any]]] = {}
+    for line in table:
+        found.setdefault((line.head_dim, line.head_dim_v), []).append(line)
+    return found
+
+
+def _problems(
+    table: Sequence[Record[Any]], dtype: str, handled: Flags = KNOWN_TO_ALL, **others: Any
+) -> Iterator[AttentionProblem]:
+    """Yield problems of a dtype that take the lines of a table."""
+    for dims, lines in _by_head_dims(table).items():
+        for flags in option_sets(f"{lines[0].entries} {dims} {dtype}", lines, handled):
+            for block in _BLOCKS if _BLOCK_MASK in flags and len(flags) <= 2 else _BLOCKS[:1]:
+                yield problem_of(dtype, *dims, flags, block, **others)
+
+
+class Pass(NamedTuple):
+    """What a plan answers to a problem of a dtype."""
+
+    candidates: tuple[tuple[Any, ...], ...]  # the kernels of each, without users' own rules, the fastest first
+    dtype: str
+
+
+def kernels(passes: Iterable[Pass]) -> Listed:
+    """Yield the kernels of the first candidates, each once."""
+    found = {kernel: own.dtype for own in passes for kernel in own.candidates[0]}
+    yield from found.items()
+
+
+def _passes(answers: Iterable[Any], dtype: str) -> Iterator[Pass]:
+    for answer in answers:
+        each = [candidate if isinstance(candidate, tuple) else (candidate,) for candidate in answer]
+        if each:
+            yield Pass(tuple(tuple(replace(kernel, rules=NO_RULES) for kernel in own) for own in each), dtype)
+
+
+def of_forward(capability: Capability, limit: int) -> Iterator[Pass]:
+    """Yield forward kernels by mma.sync on 16 bits."""
+    for dtype in sm80_forward.dtypes(capability):
+        problems = _problems(FORWARD, dtype, sm80_forward.HANDLES)
+        yield from _passes(_placed(sm80_forward.forward, problems, capability, limit), dtype)
+
+
+def _placed(
+    plan: Callable[..., Any], problems: Iterable[AttentionProblem], capability: Capability, limit: int
+) -> Iterator[Any]:
+    """Yield what a plan answers on aligned arrays, and on others with all options."""
+    for problem in problems:
+        yield plan(problem, True, capability, limit)
+        if problem.bias is not None and problem.block_mask and problem.softcap:
+            yield plan(problem, False, capability, limit)
+
+
+def of_backward(capability: Capability, limit: int) -> Iterator[Pass]:
+    """Yield the kernels of the backward pass by mma.sync on 16 bits."""
+    for dtype in sm80_forward.dtypes(capability):
+        problems = list(_problems(BACKWARD, dtype))
+        problems += [replace(p, deterministic=True) for p in problems if not p.block_mask]
+        problems += [replace(p, seqlen_q=_SHORT) for p in problems if p.deterministic and p.softcap == 0]
+        place = capability, limit
+        with_slopes = partial(sm80_backward.backward, dslopes=True)
+        yield from _passes(_placed(with_slopes, problems, *place), dtype)
+        yield from _passes(_placed(sm80_backward.of_queries, _problems(OF_QUERIES, dtype), *place), dtype)
+        yield from _passes(_placed(sm80_backward.of_bias, _with_bias(_problems(OF_BIAS, dtype)), *place), dtype)
+
+
+def _with_bias(problems: Iterable[AttentionProblem]) -> Iterator[AttentionProblem]:
+    return (replace(p, bias=_SCORES, bias_dtype=p.dtype) for p in problems)
+
+
+def of_fp8(capability: Capability, limit: int) -> Iterator[Pass]:
+    """Yield forward kernels by mma.sync on e4m3 codes, whose queries have 16 bits or are codes, too."""
+    for number, dtype in enumerate(sm80_fp8.DTYPES):
+        result = dtype if dtype in HALF_DTYPES else sm80_fp8.RESULTS[number % len(sm80_fp8.RESULTS)]
+        problems = _problems(FP8, dtype, sm80_forward.HANDLES, has_fp8_keys=True, out_dtype=result)
+        yield from _passes(_placed(sm80_fp8.forward, problems, capability, limit), dtype)
+
+
+def of_wide(capability: Capability, limit: int) -> Iterator[Pass]:
+    """Yield the kernels of both passes by mma.sync on wide elements."""
+    for kind in sm80_kinds.PARTS_OF:
+        dtype = sm80_kinds.dtype_of(kind)
+        precision: dict[str, Any] = {"precision": kind} if kind != dtype else {}
+        for records, plan in (
+            (sm80_wide_tiles.of_forward, sm80_wide.forward),
+            (sm80_wide_tiles.of_backward, sm80_wide.backward),
+        ):
+            problems = _problems(records(kind, limit), dtype, **precision)
+            yield from _passes((plan(p, True, capability, limit) for p in problems), dtype)
+        problems = _with_bias(_problems(sm80_wide_tiles.of_bias(kind, limit), dtype, **precision))
+        yield from _passes((sm80_wide.of_bias(p, True, capability, limit) for p in problems), dtype)
+
+
+def of_splits(capability: Capability, limit: int) -> Iterator[Pass]:
+    """Yield kernels that split keys: those without options but a window, whose splits pay most often."""
+    for family in (of_forward, of_fp8):
+        for own in family(capability, limit):
+            if set(own.candidates[0][0].flags.split(", ")) <= {"plain", "window", "fp8"}:
+                split = tuple((replace(kernel, splits_keys=True),) for (kernel,) in own.candidates)
+                yield Pass(split, own.dtype)
+
+
+def of_portable(limit: int) -> Iterator[Pass]:
+    """Yield the portable kernels, which compute results of more columns than the widest class in slices."""
+    for entry, accum, widest in dict.fromkeys((x.entries[0], x.kind, x.head_dim) for x in PORTABLE):
+        widths = (WIDEST, 2 * WIDEST) if widest == WIDEST else (widest or WIDEST,)
+        for dtype in (accum,) if accum == "float64" else (*HALF_DTYPES, accum):
+            sets = option_sets(f"{entry} {widest} {dtype}", (), _OF_CALLS)
+            problems = [
+                problem_of(dtype, width, width, [flag for flag in _OF_CALLS if flag in {*flags, _ALWAYS.get(entry)}])
+                for flags, width in product(sets, widths)
+            ]
+            yield from _passes((portable.plan(problem, entry, limit) for problem in problems), dtype)
+
+
+# Places are those of parts, which no public call has: they are compiled and checked as parts are.
+_OF_CALLS = tuple(flag for flag in portable.HANDLES if flag != "has_place")
+# The option that these kernels have always.
+_ALWAYS = {"backward_bias": "has_bias"} | dict.fromkeys(OPERAND_ENTRIES, "has_score_mod")
+
+
+def of_any_gpu(capability: Capability, limit: int) -> Iterator[Pass]:
+    """Yield the kernels that a GPU may take and that are not Hopper's own, in the order in which calls ask families."""
+    for family in (of_forward, of_fp8, of_splits, of_backward, of_wide):
+        yield from family(capability, limit)
+    yield from of_portable(limit)
