@@ -107,6 +107,7 @@ def config_of(
     """The configuration of a kernel with this tile of the row; `flags` is a subset of `HANDLES`."""
     return Sm90Fp8Config(
         entry=ENTRY,
+        has_work_list=False,
         packs_heads=False,
         has_pages=False,
         copies_rows=False,
