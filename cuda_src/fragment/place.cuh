@@ -51,9 +51,21 @@ DEVICE void hide_outside(Accum (&x)[N], const Mask& mask, const Place<OF_KEYS>& 
         return hidden;
       });
 }
+// The loop over what lengths and window alone hide is written out, because the compiler makes longer forward kernels of
+// hide_by_rows() beside a block mask.
 template <int N, bool OF_KEYS>
 DEVICE void hide_outside(Accum (&x)[N], const Mask& mask, const Place<OF_KEYS>& place) {
-  hide_by_rows(
-      x, [&](int r) { return place.columns(mask, r); },
-      [&](int e, const Mask::Range& range) { return is_outside(range, e); });
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const Mask::Range range = place.columns(mask, r);
+#pragma unroll
+    for (int e = 2 * r; e < N; e += 4) {
+#pragma unroll
+      for (int side = 0; side < 2; side++) {
+        const int column = column_offset(e + side);
+        const bool hidden = (HAS_WINDOW && column < range.begin) || column >= range.end;
+        x[e + side] = hidden ? -infinity() : x[e + side];
+      }
+    }
+  }
 }
