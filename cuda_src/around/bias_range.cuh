@@ -1,7 +1,8 @@
 // This header has the kernel for the gradient of a bias. A thread block owns a tile of dbias (BLOCK_M, BLOCK_N), or one
 // split of its work, and visits every tile of scores that this tile was added to: broadcast axes of the bias are summed
-// over. The text before it defines BiasGradient and SharedStorage: portable/backward_bias.cu without tensor cores,
+// over. The header `gradient` has BiasGradient and SharedStorage: portable/bias_gradient.cuh without tensor cores,
 // sm80/bias.cuh with them. Splits leave partial sums, which around/reduce.cu adds in order.
+#include "gradient"
 #include "../rules/mask.cuh"
 
 constexpr int SUMS_STRIDE = BLOCK_N + 1;  // an odd stride puts rows into different banks

@@ -1,4 +1,5 @@
 // This header finds the keys of one sequence in pools of pages.
+#include "../params.cuh"
 
 struct PageTable {
   const int* entries;

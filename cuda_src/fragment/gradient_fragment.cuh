@@ -2,19 +2,15 @@
 // the gradient kernels that compute scores transposed (S^T = K Q^T): sm90/backward/backward.cu, sm90/backward/wide.cu
 // and sm80/backward.cu. P^T and dS^T are then already left factors of dV = P^T dO and dK = dS^T Q in the registers
 // where they arise. The mathematics is FlashAttention-2 (Dao 2023), Algorithm 2, lines 10 to 14.
-#include "../rules/mask.cuh"
-#include "fragment.cuh"
-#include "../rules/score.cuh"
 #include "dropout_fragment.cuh"
+#include "place.cuh"
 
+constexpr int FRAGMENT_QUERIES = BLOCK_M / (QUERY_WARPS * QUERY_PASSES);
 constexpr int FRAGMENT = FRAGMENT_QUERIES / 2;  // elements that a thread holds
 // LSE_BASE brings lse to base 2, but where scores may have any size (rules/score.cuh).
 constexpr float LSE_BASE = ANY_SCORES ? 1 : LOG2_E;
 
-using SoftcapFragment = SoftcapDerivative<FRAGMENT>;
-using RuleFragment = RuleDerivative<FRAGMENT>;
-// HIDES_BY_RULE: any tile may have elements that the user's own rules hide.
-constexpr bool HIDES_BY_RULE = HAS_SCORE_MOD || ASKS_EVERYWHERE;
+using Derivatives = rules::ScoreDerivatives<FRAGMENT, true>;
 
 // QueryValues holds one number for each query of the thread's elements (lse or delta) in registers.
 struct QueryValues {
@@ -63,16 +59,7 @@ struct GradientFragment {
     return score;
   }
 
-  // take() finds the derivatives of the user's own rule, and of softcap beside it, before the products become weights.
-  DEVICE void take(RuleFragment& rule, const float (&products)[FRAGMENT]) const {
-    if constexpr (HAS_SCORE_MOD) {
-      const Score score = this->score();
-      rule.take(
-          score, products, [&](int e) { return row + column_offset(e); }, [&](int e) { return key + row_offset(e); });
-#pragma unroll
-      for (int e = 0; HAS_SOFTCAP && e < FRAGMENT; e++) rule.x[e] *= score.derivative(products[e]);
-    }
-  }
+  DEVICE Place<true> place() const { return {key, row}; }
 
   // to_weights() turns products into weights; hidden ones become 0. `lse` is inf where a query saw nothing. SCORES: x
   // holds scores already, in this unit. OTHER_BITS: the caller, or `bits`, hides what masks hide.
@@ -98,13 +85,13 @@ struct GradientFragment {
       // Scores are hidden before the powers, as a branch behind these would keep the compiler from packing weights
       // early.
       if (masked) {
-        if (bits.ranged()) hide<!OTHER_BITS>(x);
+        if (bits.ranged()) hide_elements<!OTHER_BITS>(x);
         bits.hide(x);
       }
     } else if (masked) {
-      hide<!OTHER_BITS>(x);
+      hide_elements<!OTHER_BITS>(x);
     }
-    if (ASKS_EVERYWHERE || masked) hide_by_rule(x);
+    if (ASKS_EVERYWHERE || masked) rules::hide_by_rules(x, Mask(p, s, head), place());
 #pragma unroll
     for (int e = 0; e < FRAGMENT; e++) x[e] = ptx::ex2(x[e]);
   }
@@ -127,35 +114,15 @@ struct GradientFragment {
   }
 
  private:
-  // hide_by_rule() sets scores to -inf where the user's own rule hides them.
-  DEVICE void hide_by_rule(float (&x)[FRAGMENT]) const {
-    if constexpr (HAS_MASK_MOD) {
-      const RuleIf<HAS_MASK_MOD> rule(p, s, head);
-#pragma unroll
-      for (int e = 0; e < FRAGMENT; e++) {
-        x[e] = rule.visible(row + column_offset(e), key + row_offset(e)) ? x[e] : -infinity();
-      }
-    }
-  }
-
-  // hide() sets scores to -inf where lengths, window or, with BITS, the dense mask hide them.
+  // hide_elements() sets scores to -inf where lengths, window or, with BITS, the dense mask hide them.
   template <bool BITS>
-  DEVICE void hide(float (&x)[FRAGMENT]) const {
+  DEVICE void hide_elements(float (&x)[FRAGMENT]) const {
     const Mask mask(p, s, head);
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const int j = key + 8 * r;
-      const Mask::Range range = mask.rows(j);
-      const int begin = range.begin - row, end = range.end - row;
-#pragma unroll
-      for (int e = 0; e < FRAGMENT; e++) {
-        if (row_offset(e) != 8 * r) continue;
-        const int i = column_offset(e);
-        bool hidden = (HAS_WINDOW && i < begin) || i >= end;
-        if constexpr (HAS_MASK && BITS) hidden |= !mask.in_mask(row + i, j);
-        x[e] = hidden ? -infinity() : x[e];
-      }
-    }
+    const Place<true> place = this->place();
+    hide_outside(x, mask, place, [&](int e) {
+      if constexpr (HAS_MASK && BITS) return !mask.in_mask(place.query(e), place.key(e));
+      return false;
+    });
   }
 };
 

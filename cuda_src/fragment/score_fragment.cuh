@@ -2,10 +2,8 @@
 // tile, or a part of them. The forward kernels of sm80/ use it as it is, and sm90/forward/scores.cuh extends it for
 // Hopper. `row` is always the thread's first query. fragment/score_gradient.cuh and fragment/gradient_fragment.cuh are
 // its counterparts for gradients.
-#include "../rules/mask.cuh"
-#include "fragment.cuh"
-#include "../rules/score.cuh"
 #include "dropout_fragment.cuh"
+#include "place.cuh"
 
 constexpr bool HAS_BIAS_PAIRS = HAS_BIAS && sizeof(Element) == 2;
 
@@ -31,8 +29,7 @@ struct ScoreFragment {
   // needs_mask() tells whether some element of the current tile may be hidden from queries [first_row, first_row +
   // rows).
   DEVICE bool needs_mask(const Blocks& blocks, int first_row, int rows, int keys = BLOCK_N) const {
-    return HAS_MASK || HAS_BIAS || HAS_SCORE_MOD || ASKS_EVERYWHERE || blocks.partial ||
-           !mask.columns_inside(first_row, rows, blocks.block * keys, keys);
+    return HIDES_IN_ANY_TILE || blocks.partial || !mask.columns_inside(first_row, rows, blocks.block * keys, keys);
   }
 
   // fetch() starts to read the options of a tile.
@@ -53,49 +50,26 @@ struct ScoreFragment {
   DEVICE void apply(Accum (&x)[N], const AttentionParams& p, int row, int first_key, bool masked, bool recheck,
                     const FragmentOptions& options) const {
     static_assert(!HAS_BLOCK_MASK || (N <= 32 && CANONICAL % (2 * N) == 0), "a thread has one word");
-    const int column = first_key + fragment_column();
-    if constexpr (!PLAIN_SCORES) {
+    const Place<false> place = {row, first_key + fragment_column()};
+    if constexpr (HAS_BIAS_PAIRS) {
 #pragma unroll
       for (int e = 0; e < N; e++) {
-        const int i = row + row_offset(e), j = column + column_offset(e);
-        if constexpr (HAS_BIAS_PAIRS) {
-          const Accum bias = to_accum(options.biases[e / 2 % (BLOCK_N / 4)].x[e % 2]);
-          x[e] = score.value<false>(x[e], i, j, &bias);
-          if (recheck && bias == -infinity()) x[e] = bias;
-        } else {
-          x[e] = score.value(x[e], i, j);
-        }
+        const Accum bias = to_accum(options.biases[e / 2 % (BLOCK_N / 4)].x[e % 2]);
+        x[e] = score.value<false>(x[e], place.query(e), place.key(e), &bias);
+        if (recheck && bias == -infinity()) x[e] = bias;
       }
+    } else if constexpr (!PLAIN_SCORES) {
+      rules::apply(x, score, place);
     }
     if (!masked) return;
     if constexpr (HAS_BLOCK_MASK) {
       const u32 bits = block_bits(p, mask.slot_at(row, first_key), row, first_key);
-#pragma unroll
-      for (int e = 0; e < N; e++) x[e] = bits >> e & 1 ? x[e] : -infinity();
+      rules::hide(x, [&](int e) { return (bits >> e & 1) == 0; });
     }
-    if constexpr (HAS_MASK) hide(x, options.mask, row, first_key);
-    if constexpr (HAS_MASK_MOD) {
-#pragma unroll
-      for (int e = 0; e < N; e++) {
-        x[e] = mask.user.visible(row + row_offset(e), column + column_offset(e)) ? x[e] : -infinity();
-      }
-    }
+    if constexpr (HAS_MASK) hide_by_mask(x, options.mask, row, first_key);
+    rules::hide_by_rules(x, mask, place);
     if (!HAS_BLOCK_MASK && !recheck && mask.columns_inside(row - fragment_row(), 16, first_key, 2 * N)) return;
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const int i = row + 8 * r;
-      const Mask::Range range = mask.columns(i);
-      const int begin = range.begin - column, end = i < mask.len_q ? range.end - column : 0;
-#pragma unroll
-      for (int e = 2 * r; e < N; e += 4) {
-#pragma unroll
-        for (int side = 0; side < 2; side++) {
-          const int j = column_offset(e + side);
-          const bool hidden = (HAS_WINDOW && j < begin) || j >= end;
-          x[e + side] = hidden ? -infinity() : x[e + side];
-        }
-      }
-    }
+    hide_outside(x, mask, place);
   }
 
   // drop() sets the weights that dropout drops to 0.
@@ -143,9 +117,9 @@ struct ScoreFragment {
   }
 
  private:
-  // hide() applies a dense mask. Each lane of a quad makes the bits of 16 columns, and the lanes exchange them.
+  // hide_by_mask() applies a dense mask. Each lane of a quad makes the bits of 16 columns, and the lanes exchange them.
   template <int N>
-  DEVICE void hide(Accum (&x)[N], const uint4 (&bytes)[2], int row, int first_key) const {
+  DEVICE void hide_by_mask(Accum (&x)[N], const uint4 (&bytes)[2], int row, int first_key) const {
     const int j = first_key + lane() % 4 * 16;
     u32 own = 0;  // 16 bits of each of the thread's two rows
     if (mask.in_vectors(j)) {

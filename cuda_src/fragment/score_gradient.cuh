@@ -2,18 +2,13 @@
 // split/sm90_backward.cu. The fragment is queries x keys or, if OF_KEYS, keys x queries. fragment/gradient_fragment.cuh
 // is the counterpart for the 16-bit kernels whose fragments are always keys x queries. The mathematics is
 // FlashAttention-2 (Dao 2023), Algorithm 2, lines 10 to 14.
-#include "../rules/mask.cuh"
-#include "fragment.cuh"
-#include "../rules/score.cuh"
 #include "dropout_fragment.cuh"
+#include "place.cuh"
 
-constexpr int FRAGMENT_COLUMNS = (OF_KEYS ? BLOCK_M : BLOCK_N) / KEY_WARPS, FRAGMENT = FRAGMENT_COLUMNS / 2;
-
-using SoftcapFragment = SoftcapDerivative<FRAGMENT>;
-using RuleFragment = RuleDerivative<FRAGMENT>;
-
-// ScoreGradient recomputes a warp's scores, for one (sequence, query head).
+// ScoreGradient recomputes a warp's scores, for one (sequence, query head); a thread has FRAGMENT of them.
+template <bool OF_KEYS, int FRAGMENT>
 struct ScoreGradient {
+  using Derivatives = rules::ScoreDerivatives<FRAGMENT>;
   Score score;
   Mask mask;
   Dropout dropout;
@@ -24,51 +19,31 @@ struct ScoreGradient {
   // needs_mask() tells whether some element of a tile may be hidden.
   DEVICE bool needs_mask(bool partial, int first_query, int queries, int first_key, int keys) const {
     // Queries beyond the last one in use may be those of the next packed sequence, where tiles of queries are visited.
-    return HAS_MASK || HAS_BIAS || HAS_SCORE_MOD || ASKS_EVERYWHERE || partial ||
-           (OF_KEYS && first_query + queries > mask.len_q) ||
+    return HIDES_IN_ANY_TILE || partial || (OF_KEYS && first_query + queries > mask.len_q) ||
            !mask.columns_inside(first_query, queries, first_key, keys);
   }
 
-  // query() and key() are the place of element e; `row` and `column` are those of the thread's first element.
-  static DEVICE int query(int row, int column, int e) {
-    return OF_KEYS ? column + column_offset(e) : row + row_offset(e);
-  }
-  static DEVICE int key(int row, int column, int e) {
-    return OF_KEYS ? row + row_offset(e) : column + column_offset(e);
-  }
+  // place() is that of the thread's elements; `row` is its first row.
+  static DEVICE Place<OF_KEYS> place(int row, int first_column) { return {row, first_column + fragment_column()}; }
 
-  // take() finds the derivatives of the user's own rule before the products become scores.
-  DEVICE void take(RuleFragment& rule, const Accum (&products)[FRAGMENT], int row, int first_column) const {
-    const int column = first_column + fragment_column();
-    rule.take(
-        score, products, [&](int e) { return query(row, column, e); }, [&](int e) { return key(row, column, e); });
+  // take() finds the derivatives of the scores before the products become scores.
+  DEVICE void take(Derivatives& derivatives, const Accum (&products)[FRAGMENT], int row, int first_column) const {
+    derivatives.take(score, products, place(row, first_column));
   }
 
   // apply() turns products into scores, -inf where hidden; `biases` are the biases of the elements where they were read
   // already, or null.
   DEVICE void apply(Accum (&x)[FRAGMENT], int row, int first_column, bool masked, const Accum* biases = nullptr) const {
-    const int column = first_column + fragment_column();
-#pragma unroll
-    for (int e = 0; e < FRAGMENT; e++) {
-      const Accum* own_bias = biases == nullptr ? nullptr : biases + e;
-      if constexpr (!PLAIN_SCORES) x[e] = score.value(x[e], query(row, column, e), key(row, column, e), own_bias);
-    }
+    const Place<OF_KEYS> place = this->place(row, first_column);
+    if constexpr (!PLAIN_SCORES) rules::apply(x, score, place, biases);
     if (!masked) return;
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const Mask::Range range = OF_KEYS ? mask.rows(row + 8 * r) : mask.columns(row + 8 * r);
-      const int begin = range.begin - column, end = range.end - column;
-#pragma unroll
-      for (int e = 0; e < FRAGMENT; e++) {
-        if (row_offset(e) != 8 * r) continue;
-        const int i = query(row, column, e), j = key(row, column, e), at = column_offset(e);
-        bool hidden = (HAS_WINDOW && at < begin) || at >= end || (!OF_KEYS && i >= mask.len_q);
-        if constexpr (HAS_MASK) hidden |= !mask.in_mask(i, j);
-        if constexpr (HAS_BLOCK_MASK) hidden |= !mask.in_block(i, j);
-        if constexpr (HAS_MASK_MOD) hidden |= !mask.user.visible(i, j);
-        x[e] = hidden ? -infinity() : x[e];
-      }
-    }
+    hide_outside(x, mask, place, [&](int e) {
+      bool hidden = false;
+      if constexpr (HAS_MASK) hidden |= !mask.in_mask(place.query(e), place.key(e));
+      if constexpr (HAS_BLOCK_MASK) hidden |= !mask.in_block(place.query(e), place.key(e));
+      if constexpr (ASKS_ELEMENTS) hidden |= !mask.in_rules(place.query(e), place.key(e));
+      return hidden;
+    });
   }
 
   // mark_dropped() sets the sign of the weights that dropout drops.
@@ -88,11 +63,9 @@ struct ScoreGradient {
 
   // add_slopes() adds the fragment's terms to the gradient of ALiBi's slope, for each of the thread's rows.
   DEVICE void add_slopes(Accum (&dslope)[2], const Accum (&ds)[FRAGMENT], int row, int first_column) const {
-    const int column = first_column + fragment_column();
+    const Place<OF_KEYS> place = this->place(row, first_column);
 #pragma unroll
-    for (int e = 0; e < FRAGMENT; e++) {
-      dslope[e / 2 % 2] -= ds[e] * score.distance(query(row, column, e), key(row, column, e));
-    }
+    for (int e = 0; e < FRAGMENT; e++) dslope[e / 2 % 2] -= ds[e] * score.distance(place.query(e), place.key(e));
   }
 };
 
@@ -109,9 +82,7 @@ DEVICE Accum score_gradient(Accum dp, Accum weight, Accum delta, Accum dropout_r
   return weight == 0 ? 0 : weight * (dp - delta);
 }
 
-// KeyTileIterator iterates over the tiles of keys that a thread block's queries see. Where thread blocks keep keys
-// (OF_KEYS), the family's QueryTileIterator iterates over tiles of queries instead; `ColumnIterator` is the one of this
-// kernel.
+// KeyTileIterator iterates over the tiles of keys that a thread block's queries see.
 struct KeyTileIterator {
   Blocks blocks;
   int head;
@@ -122,12 +93,12 @@ struct KeyTileIterator {
   DEVICE void advance() { blocks.advance(); }
 };
 
-template <bool>
+// ColumnIteratorOf is the iterator over the columns of a kernel: those of keys, or of queries where it keeps keys.
+template <bool OF_KEYS, class QueryIterator>
 struct ColumnIteratorOf {
   using Type = KeyTileIterator;
 };
-template <>
-struct ColumnIteratorOf<true> {
-  using Type = QueryTileIterator;
+template <class QueryIterator>
+struct ColumnIteratorOf<true, QueryIterator> {
+  using Type = QueryIterator;
 };
-using ColumnIterator = ColumnIteratorOf<OF_KEYS>::Type;

@@ -2,7 +2,7 @@
 // two rows, each shared by the four lanes of a quad. It follows FlashAttention-2 (Dao 2023, section 3.1) with the lazy
 // rescaling of FlashAttention-4 (2026), except in rows where one key may take much of the weight: there every maximum
 // is followed, because 16-bit weights are exact only at the maximum. sm90/forward/bounded_softmax.cuh is the variant
-// for scores under a softcap.
+// for scores that have a bound.
 #include "../rules/score.cuh"
 #include "fragment.cuh"
 #include "softmax.cuh"

@@ -50,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) backward_dkv(const 
       DoutChunk dout_chunk;
       QueryChunk query_chunk;
       Accum dropped[ROWS][COLUMNS], ds[ROWS][COLUMNS];  // P^T after dropout, and dS^T: (BLOCK_N, BLOCK_M)
-      SoftcapTile<ROWS, COLUMNS> softcap;
+      TileDerivatives<ROWS, COLUMNS> derivatives;
       const auto next_tile = [&] {
         if (!blocks.done()) tile.fetch(score_chunks, first_key, blocks.block * BLOCK_M);
       };
@@ -62,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) backward_dkv(const 
         }
       };
       // 1. compute() multiplies S^T = K Q^T and dP^T = V dO^T, and makes P^T and dS^T of them.
-      tile.compute(dropped, ds, softcap, buffers, score_chunks, first_key, first_row, masked, shared.seen, [&] {
+      tile.compute(dropped, ds, derivatives, buffers, score_chunks, first_key, first_row, masked, shared.seen, [&] {
         if constexpr (HAS_DV) {
           dout_chunk.fetch(tile.dout, first_row, 0);
         } else {
@@ -78,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) backward_dkv(const 
       }
       // 3. The products dS^T Q are added to dK, while the next tile is fetched.
       if constexpr (HAS_DK) {
-        softcap.apply(ds);
+        derivatives.differentiate_cap(ds);
         __syncthreads();  // every thread has read P for dv, so dS may take its place
         write_transposed(shared.factor, ds);
         multiply_rows<BLOCK_M>(dk, buffers, shared.factor, query_chunk, tile.q, first_row, seen, next_tile);

@@ -48,9 +48,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) backward_dq(const A
 
     KeyChunk key_chunk;
     Accum dropped[ROWS][COLUMNS], ds[ROWS][COLUMNS];  // P after dropout, and dS: (BLOCK_M, BLOCK_N)
-    SoftcapTile<ROWS, COLUMNS> softcap;
+    TileDerivatives<ROWS, COLUMNS> derivatives;
     // 1. compute() multiplies S = Q K^T and dP = dO V^T, and makes P and dS of them.
-    tile.compute(dropped, ds, softcap, buffers, score_chunks, first_row, first_key, masked, shared.seen, [&] {
+    tile.compute(dropped, ds, derivatives, buffers, score_chunks, first_row, first_key, masked, shared.seen, [&] {
       if (p.dq.data != nullptr) {
         key_chunk.fetch(tile.k, first_key, 0);
       } else {
@@ -70,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) backward_dq(const A
     }
     if (p.dq.data == nullptr) continue;
     // 3. The products dS K are added to dQ, while the next tile is fetched.
-    softcap.apply(ds);
+    derivatives.differentiate_cap(ds);
     write_transposed(shared.ds, ds);
     if (masked) __syncthreads();
     multiply_rows<BLOCK_N>(dq, buffers, shared.ds, key_chunk, tile.k, first_key, masked ? shared.seen : nullptr,

@@ -1,7 +1,9 @@
 // This kernel computes the gradients of a rule's operands without tensor cores, for every GPU and dtype. A thread block
 // keeps BLOCK_M queries of one head and computes the gradients of their scores tile by tile. It hands the term that
-// each of them adds to an element of an operand to TermSums, which the text before this file defines.
+// each of them adds to an element of an operand to TermSums of the header `terms`: operand_terms.cuh,
+// operand_maxima.cuh or operand_words.cuh.
 #include "gradient_tile.cuh"
+#include "terms"
 
 constexpr int ROWS = BLOCK_M / SIDE, COLUMNS = BLOCK_N / SIDE;
 using ScoreChunks = ChunkPair<BLOCK_M, BLOCK_N>;
@@ -37,11 +39,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) backward_operands(c
   for (Blocks blocks = blocks_of_keys(p, s, work.head, work.tile, BLOCK_M, BLOCK_N); !blocks.done(); blocks.advance()) {
     const int first_key = blocks.block * BLOCK_N;
     Accum dropped[ROWS][COLUMNS], ds[ROWS][COLUMNS];
-    SoftcapTile<ROWS, COLUMNS> softcap;
+    TileDerivatives<ROWS, COLUMNS> derivatives;
     ScoreChunks score_chunks;
     tile.fetch(score_chunks, first_row, first_key);
     tile.compute(
-        dropped, ds, softcap, buffers, score_chunks, first_row, first_key, true, shared.seen, [] {}, Terms{sums});
+        dropped, ds, derivatives, buffers, score_chunks, first_row, first_key, true, shared.seen, [] {}, Terms{sums});
   }
   sums.finish();
 }

@@ -1,7 +1,8 @@
 // This kernel computes forward attention without tensor cores, for every GPU and dtype: FlashAttention-2 (Dao 2023),
 // Algorithm 1. A thread block keeps BLOCK_M queries of one head and loops over the tiles of BLOCK_N keys that they see.
 // It is the kernel to read first; sm80/forward.cuh and sm90/forward/forward.cu are the same loop with tensor cores. The
-// header that stands before it, own_rows.cuh or paged_rows.cuh, says where keys and values lie.
+// header `keys`, which is own_rows.cuh or paged_rows.cuh, says where keys and values lie.
+#include "keys"
 #include "tile.cuh"
 #include "../fragment/softmax.cuh"
 

@@ -1,22 +1,19 @@
 // This header computes the weights P and gradients dS of one tile for the portable gradient kernels: FlashAttention-2
 // (Dao 2023), Algorithm 2, lines 10 to 14. portable/backward_dq.cu, portable/backward_dkv.cu and
-// portable/backward_bias.cu differ only in which tiles they visit and which sums they keep; dropout and softcap's
-// derivative are applied here.
+// portable/bias_gradient.cuh differ only in which tiles they visit and which sums they keep; dropout and the
+// derivatives of scores are applied here.
 #include "tile.cuh"
 #include "../fragment/softmax.cuh"
 
-// SoftcapTile holds the derivative of softcap at the products of a tile (ROWS, COLUMNS).
+// TileDerivatives holds the derivatives of scores before the user's own rule, for a tile (ROWS, COLUMNS). Those of the
+// rule are applied by compute(), as the operands' gradients want what is before it.
 template <int ROWS, int COLUMNS>
-struct SoftcapTile {
-  SoftcapDerivative<COLUMNS> rows[HAS_SOFTCAP ? ROWS : 1];
+struct TileDerivatives {
+  rules::ScoreDerivatives<COLUMNS> rows[ROWS];
 
-  DEVICE void take(const Score& score, const Accum (&products)[ROWS][COLUMNS]) {
+  DEVICE void differentiate_cap(Accum (&ds)[ROWS][COLUMNS]) const {
 #pragma unroll
-    for (int r = 0; HAS_SOFTCAP && r < ROWS; r++) rows[r].take(score, products[r]);
-  }
-  DEVICE void apply(Accum (&ds)[ROWS][COLUMNS]) const {
-#pragma unroll
-    for (int r = 0; HAS_SOFTCAP && r < ROWS; r++) rows[r].apply(ds[r]);
+    for (int r = 0; r < ROWS; r++) rows[r].differentiate_cap(ds[r]);
   }
 };
 
@@ -72,14 +69,15 @@ struct GradientTile {
   }
 
   // compute() finds the weights and gradients of one tile. `dropped` becomes P after dropout, not rescaled, for dv;
-  // `ds` becomes the gradient of the scores before the user's own rule, from which `softcap` makes the gradient of the
-  // products; `terms` is called with the gradient of each score behind the rule. The caller has cleared `seen`, which
-  // is complete behind the next barrier if masked, and has called fetch(); `next` starts to fetch the operands that
-  // follow.
+  // `ds` becomes the gradient of the scores before the user's own rule, from which `derivatives` makes the gradient of
+  // the products; `terms` is called with the gradient of each score behind the rule. The caller has cleared `seen`,
+  // which is complete behind the next barrier if masked, and has called fetch(); `next` starts to fetch the operands
+  // that follow.
   template <int SIZE, int ROWS, int COLUMNS, class Next, class Terms = NoTerms>
-  DEVICE void compute(Accum (&dropped)[ROWS][COLUMNS], Accum (&ds)[ROWS][COLUMNS], SoftcapTile<ROWS, COLUMNS>& softcap,
-                      Buffers<SIZE>& buffers, ChunkPair<ROWS * SIDE, COLUMNS * SIDE>& chunks, int first_row,
-                      int first_column, bool masked, u8* seen, Next next, Terms&& terms = Terms()) const {
+  DEVICE void compute(Accum (&dropped)[ROWS][COLUMNS], Accum (&ds)[ROWS][COLUMNS],
+                      TileDerivatives<ROWS, COLUMNS>& derivatives, Buffers<SIZE>& buffers,
+                      ChunkPair<ROWS * SIDE, COLUMNS * SIDE>& chunks, int first_row, int first_column, bool masked,
+                      u8* seen, Next next, Terms&& terms = Terms()) const {
     clear(dropped);
     clear(ds);
     const Rows &left = TRANSPOSED ? v : dout, &right = TRANSPOSED ? dout : v;
@@ -87,7 +85,8 @@ struct GradientTile {
                         [&] { chunks.fetch(left, first_row, right, first_column, 0); });
     multiply_transposed(ds, buffers, chunks, left, first_row, right, first_column, next);
 
-    softcap.take(score, dropped);
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) derivatives.rows[r].take_cap(score, dropped[r]);
     const auto query_at = [&](int r, int c) {
       return TRANSPOSED ? first_column + owned_index<COLUMNS>(thread_column(), c)
                         : first_row + owned_index<ROWS>(thread_row(), r);

@@ -1,5 +1,5 @@
 // This header is the first pass of sums that repeat their bits: it finds the largest magnitude of the terms of each
-// element of an operand's gradient. It stands before backward_operands.cuh.
+// element of an operand's gradient. It is `terms` of backward_operands.cuh.
 #include "gradient_tile.cuh"
 
 struct TermSums {

@@ -1,6 +1,6 @@
 // This header sums the gradients of operands by float additions in any order. TermSums first adds up the consecutive
 // terms of one element in a register, because all threads would wait for one address where an operand has one element
-// for each head. The header stands before backward_operands.cuh.
+// for each head. The header is `terms` of backward_operands.cuh.
 #include "gradient_tile.cuh"
 
 struct TermSums {

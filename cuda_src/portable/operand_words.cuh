@@ -1,5 +1,5 @@
 // This header is the second pass of sums that repeat their bits: terms become integers of two words in a unit of their
-// element's largest one, and integers have the same sum in any order. It stands before backward_operands.cuh.
+// element's largest one, and integers have the same sum in any order. It is `terms` of backward_operands.cuh.
 #include "gradient_tile.cuh"
 #include "../rules/fixed_point.cuh"
 

@@ -1,5 +1,5 @@
-// This header reads keys and values that lie in arrays of their own, as rows of one sequence. It stands before
-// portable/forward.cu; paged_rows.cuh is its counterpart for pools of pages.
+// This header reads keys and values that lie in arrays of their own, as rows of one sequence. portable/forward.cu
+// includes it as `keys`; paged_rows.cuh is its counterpart for pools of pages.
 #include "../params.cuh"
 
 using KeyRows = Rows;

@@ -1,5 +1,5 @@
 // This header reads keys and values that lie in pools of pages, as rows of one sequence: each row is found by the
-// sequence's table. It stands before portable/forward.cu in place of own_rows.cuh.
+// sequence's table. It is `keys` of portable/forward.cu in place of own_rows.cuh.
 #include "../params.cuh"
 #include "../around/pages.cuh"
 

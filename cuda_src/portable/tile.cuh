@@ -3,8 +3,7 @@
 // tile of R x C elements thread (r, c) owns R/16 rows and C/16 columns. Their indices come in pairs {i, i ^ 8}, because
 // one call of dropout's generator decides on both (rules/dropout.cuh). portable/forward.cu and
 // portable/gradient_tile.cuh build on it.
-#include "../rules/mask.cuh"
-#include "../rules/score.cuh"
+#include "../rules/hook.cuh"
 #include "../rules/dropout.cuh"
 
 constexpr int NUM_THREADS = SIDE * SIDE;
@@ -330,7 +329,7 @@ DEVICE void score_tile(Accum (&x)[ROWS][COLUMNS], const Score& score, const Mask
 // needs_mask() tells whether elements of the current tile need a test. A tile with a bias or a score rule does, because
 // these may hide by -inf.
 DEVICE bool needs_mask(const Mask& mask, const Blocks& blocks, int i, int m, int j, int n) {
-  return HAS_MASK || HAS_BIAS || HAS_SCORE_MOD || ASKS_EVERYWHERE || blocks.partial || !mask.wholly_inside(i, m, j, n);
+  return HIDES_IN_ANY_TILE || blocks.partial || !mask.wholly_inside(i, m, j, n);
 }
 
 // for_each_kept() calls drop(row, column, whether it is kept) for the thread's elements of a tile.

@@ -4,17 +4,9 @@
 // lists follow FlashAttention's block-sparse variant (Dao et al. 2022, section 3.3), with exact bits inside partial
 // blocks.
 #include "../params.cuh"
+#include "options.cuh"
 #include "user.cuh"
 
-// HIDES_ANYWHERE: keys may be hidden one by one, so that only the scores tell which keys of a tile are seen.
-constexpr bool HIDES_ANYWHERE = HAS_MASK || HAS_BIAS || HAS_BLOCK_MASK || HAS_SCORE_MOD || HAS_MASK_MOD;
-// ASKS_EVERYWHERE: the user's own rule may hide elements of any tile, as no block mask says of which.
-constexpr bool ASKS_EVERYWHERE = HAS_MASK_MOD && !RULE_IN_BLOCKS;
-static_assert(!RULE_IN_BLOCKS || HAS_BLOCK_MASK, "the block mask says it");
-// NUM_OPTIONS counts the options in use; a window is not counted.
-constexpr int NUM_OPTIONS =
-    HAS_SOFTCAP + HAS_BIAS + HAS_MASK + HAS_ALIBI + HAS_DROPOUT + HAS_BLOCK_MASK + HAS_SCORE_MOD + HAS_MASK_MOD;
-constexpr bool HAS_OPTIONS = NUM_OPTIONS > 0;
 // WORDS_OF_ROW is the number of 32-bit words in a row of a block of a BlockMask's canonical store.
 constexpr int WORDS_OF_ROW = CANONICAL / 32;
 constexpr int HIDDEN_SLOT = HIDDEN, VISIBLE_SLOT = VISIBLE;
@@ -79,12 +71,15 @@ struct Mask {
     if constexpr (HAS_MASK) {
       if (!in_mask(i, j)) return false;
     }
-    if constexpr (HAS_MASK_MOD) {
-      if (!user.visible(i, j)) return false;
+    if constexpr (ASKS_ELEMENTS) {
+      if (!in_rules(i, j)) return false;
     }
     if constexpr (HAS_BLOCK_MASK) return in_block(i, j);
     return true;
   }
+
+  // in_rules() tells whether the rules that are asked element by element let (i, j) be seen.
+  DEVICE bool in_rules(int i, int j) const { return user.visible(i, j); }
 
   // in_mask() and in_block() tell what the dense mask and the block mask say of (i, j).
   DEVICE bool in_mask(int i, int j) const {

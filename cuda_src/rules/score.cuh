@@ -2,21 +2,17 @@
 // and ALiBi (Press et al. 2022), and the user's own rule, in that order. It works on one element at a time, so every
 // family of kernels uses it; kernels for tensor cores have quicker forms of some steps (sm90/forward/scores.cuh).
 #include "../params.cuh"
+#include "options.cuh"
 #include "user.cuh"
 #include "../ptx/sm80.cuh"
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 750
 // QUICK_TANH takes the tanh instruction, whose error is 2^-11, for 16-bit inputs. It is not used together with other
 // options, which leave it too few registers.
-constexpr bool QUICK_TANH = sizeof(Element) == 2 && !(HAS_BIAS || HAS_MASK || HAS_ALIBI || HAS_DROPOUT ||
-                                                      HAS_BLOCK_MASK || HAS_SCORE_MOD || HAS_MASK_MOD);
+constexpr bool QUICK_TANH = sizeof(Element) == 2 && NUM_OPTIONS == HAS_SOFTCAP;
 #else
 constexpr bool QUICK_TANH = false;
 #endif
-
-// ANY_SCORES: a bias and the user's own rule make scores of any finite size. That of finfo.min overflows in units of
-// base 2, so that scores are subtracted first.
-constexpr bool ANY_SCORES = HAS_BIAS || HAS_SCORE_MOD;
 
 // Score holds what one (sequence, query head) needs to turn products into scores.
 struct Score {
@@ -106,54 +102,5 @@ struct Score {
     }
     if constexpr (HAS_ALIBI) s -= slope * distance(i, j);
     return s;
-  }
-};
-
-// RuleDerivative holds the derivative of the user's own rule at N scores; without a rule it takes no registers, nor
-// where the compiler finds that the derivative is a number.
-template <int N>
-struct RuleDerivative {
-  Accum x[HAS_SCORE_MOD ? N : 1];
-
-  // take() finds the derivatives before the products become scores; query(e) and key(e) tell where element e stands.
-  template <class Query, class Key>
-  DEVICE void take(const Score& score, const Accum (&products)[N], Query query, Key key) {
-    if constexpr (HAS_SCORE_MOD) {
-#pragma unroll
-      for (int e = 0; e < N; e++) {
-        const int i = query(e), j = key(e);
-        x[e] = score.user.derivative(score.before_rule(products[e], i, j), i, j);
-      }
-    }
-  }
-  // apply() turns gradients of the rule's results into those of the scores that it was given. A hidden element has
-  // ds = 0, and its derivative may be NaN.
-  DEVICE void apply(Accum (&ds)[N]) const {
-    if constexpr (HAS_SCORE_MOD) {
-#pragma unroll
-      for (int e = 0; e < N; e++) ds[e] = ds[e] == 0 ? Accum(0) : ds[e] * x[e];
-    }
-  }
-};
-
-// SoftcapDerivative holds the derivative of softcap at N products; without softcap it takes no registers.
-template <int N>
-struct SoftcapDerivative {
-  Accum x[HAS_SOFTCAP ? N : 1];
-
-  // take() finds the derivatives before the products become scores.
-  DEVICE void take(const Score& score, const Accum (&products)[N]) {
-    if constexpr (HAS_SOFTCAP) {
-#pragma unroll
-      for (int e = 0; e < N; e++) x[e] = score.derivative(products[e]);
-    }
-  }
-  // apply() turns gradients of scores into those of products. A hidden element has ds = 0, and its derivative may be
-  // NaN.
-  DEVICE void apply(Accum (&ds)[N]) const {
-    if constexpr (HAS_SOFTCAP) {
-#pragma unroll
-      for (int e = 0; e < N; e++) ds[e] = ds[e] == 0 ? Accum(0) : ds[e] * x[e];
-    }
   }
 };

@@ -4,7 +4,6 @@
 // global memory (gradient_rows.cuh). QUERY_WARPS warps have the same FRAGMENTS * 16 keys, each other queries and other
 // columns of dv and dk. backward_rows.cu has the kernels before and behind; gradients.cuh is the version without
 // atomics, sm90/backward/backward.cu Hopper's.
-constexpr int FRAGMENT_QUERIES = BLOCK_M / (QUERY_WARPS * QUERY_PASSES);
 #include "../fragment/gradient_fragment.cuh"
 #include "../fragment/slope_sum.cuh"
 #include "gradient_rows.cuh"
@@ -60,8 +59,7 @@ struct BitsOfBlock {
 
   DEVICE bool ranged() const { return true; }
   DEVICE void hide(float (&x)[FRAGMENT]) const {
-#pragma unroll
-    for (int e = 0; e < FRAGMENT; e++) x[e] = visible >> e & 1 ? x[e] : -infinity();
+    rules::hide(x, [&](int e) { return (visible >> e & 1) == 0; });
   }
 };
 
@@ -238,10 +236,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
         for (int f = 0; f < FRAGMENTS; f++) {
           // 3. From both come P^T and dS^T.
           const GradientFragment scores(p, s, step.head, first_row, tile_key + warp_key + 16 * f);
-          SoftcapFragment softcap;
-          RuleFragment rule;
-          if constexpr (!HAS_SCORE_MOD) softcap.take(scores.score(), x[f]);
-          scores.take(rule, x[f]);
+          Derivatives derivatives;
+          derivatives.take(scores.score(), x[f], scores.place());
           scores.to_weights(x[f], QueryValuesInPlace{shared.lse[stage] + query}, masked, 1,
                             BitsOfBlock{visible >> f * FRAGMENT});
           scores.mark_dropped(x[f]);
@@ -253,9 +249,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
           }
           if (DERIVES_ADDRESSES && (masked || HIDES_BY_RULE))
             clear_hidden(dp[f], x[f]);  // a branch saves 64 selections
-          rule.apply(dp[f]);
+          derivatives.differentiate_rule(dp[f]);
           if constexpr (WRITES_DSLOPES) dslope += SlopeSum(p, s, scores.row, scores.key).of(dp[f]);
-          if constexpr (!HAS_SCORE_MOD) softcap.apply(dp[f]);
+          derivatives.differentiate_cap(dp[f]);
           if constexpr (COMPUTES_DV) pack_kept(weights[f], x[f]);
           if constexpr (SHARES_WEIGHTS) shared_weights.from_row(warp_key + 16 * f).store_fragment(weights[f], query);
           pack(ds[f], dp[f]);

@@ -1,10 +1,13 @@
 // This header computes the gradient of a bias by mma.sync, for every dtype that tensor cores multiply. BiasGradient
-// computes dS of one tile of scores and sums it; around/bias_range.cuh has the kernel, and visits the tiles that one
-// tile of the bias was added to. A warp has FRAGMENTS * 16 queries of each tile. The text before this file
-// (half_tile.cuh, wide_tile.cuh or split/sm80_tile.cuh) says how to multiply.
+// computes dS of one tile of scores and sums it; around/bias_range.cuh has the kernel, which includes this header as
+// `gradient` and visits the tiles that one tile of the bias was added to. A warp has FRAGMENTS * 16 queries of each
+// tile. `products` (half_tile.cuh, wide_tile.cuh or split/sm80_tile.cuh) says how to multiply.
+#include "products"
 #include "../fragment/score_gradient.cuh"
 #include "../fragment/softmax.cuh"
 
+constexpr int FRAGMENT = BLOCK_N / KEY_WARPS / 2;  // elements of a thread's fragment
+using Scores = ScoreGradient<false, FRAGMENT>;
 constexpr int FRAGMENTS = BLOCK_M / (NUM_WARPS * 16);
 static_assert(BLOCK_M == FRAGMENTS * NUM_WARPS * 16, "whole fragments");
 // IN_CHUNKS: with more than one stage the operands come in chunks of columns, those of q and k and then in their place
@@ -126,12 +129,12 @@ struct BiasGradient {
       commit_copies();
     }
 
-    const ScoreGradient scores(p, s, head);
+    const Scores scores(p, s, head);
     const bool masked = HAS_MASK || HAS_BLOCK_MASK || HAS_MASK_MOD || first_row + BLOCK_M > s.len_q ||
                         !scores.mask.columns_inside(first_row, BLOCK_M, first_key, BLOCK_N);
     const int own_row = first_row + warp_row() + fragment_row();
     Accum x[FRAGMENTS][FRAGMENT], y[FRAGMENTS][FRAGMENT], lse[FRAGMENTS][2], delta[FRAGMENTS][2];
-    RuleFragment rule[FRAGMENTS];
+    Scores::Derivatives derivatives[FRAGMENTS];
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; f++) {
       clear(x[f]);
@@ -154,7 +157,7 @@ struct BiasGradient {
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; f++) {
       take_scores(x[f], shared.row_factors, warp_row() + 16 * f + fragment_row(), shared.factors, 0);
-      scores.take(rule[f], x[f], own_row + 16 * f, first_key);
+      scores.take(derivatives[f], x[f], own_row + 16 * f, first_key);
       scores.apply(x[f], own_row + 16 * f, first_key, masked, y[f]);
       clear(y[f]);
 #pragma unroll
@@ -177,7 +180,7 @@ struct BiasGradient {
       take_values(y[f], shared.row_factors, warp_row() + 16 * f + fragment_row(), shared.factors, 0);
 #pragma unroll
       for (int e = 0; e < FRAGMENT; e++) y[f][e] = score_gradient(y[f][e], x[f][e], delta[f][e / 2 % 2], rescale);
-      rule[f].apply(y[f]);
+      derivatives[f].differentiate_rule(y[f]);
 #pragma unroll
       for (int e = 0; e < FRAGMENT; e++) sum[f][e] += y[f][e];
     }
@@ -195,5 +198,3 @@ struct BiasGradient {
     }
   }
 };
-
-#include "../around/bias_range.cuh"

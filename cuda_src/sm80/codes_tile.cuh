@@ -1,6 +1,5 @@
 // How the mma.sync kernels multiply where keys and values, and perhaps queries, are e4m3 codes (sm_80 and newer). It
-// stands before forward.cuh in place of half_tile.cuh; behind it own_codes.cuh or paged_codes.cuh says where keys and
-// values lie.
+// is `products` of forward.cuh in place of half_tile.cuh, with own_codes.cuh or paged_codes.cuh as `keys`.
 //
 // Codes are what is read from memory and what waits in shared memory. By MULTIPLIES_CODES (sm_89 and newer, where the
 // queries are codes) they are what is multiplied, too. Else a thread block makes elements of 16 bits of each tile,

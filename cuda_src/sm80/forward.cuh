@@ -1,10 +1,12 @@
 // Forward attention by mma.sync, for sm_75 and newer and for every dtype that tensor cores multiply there:
 // FlashAttention-2 (Dao 2023), Algorithm 1. A warp has FRAGMENTS * 16 queries. KEY_WARPS warps may share queries (wide
 // heads with a block mask); each then has some of a tile's keys and of the result's columns, and they exchange weights
-// and maxima. The text before this file (half_tile.cuh, codes_tile.cuh, wide_tile.cuh or split/sm80_tile.cuh) says how
+// and maxima. `products` (half_tile.cuh, codes_tile.cuh, wide_tile.cuh or split/sm80_tile.cuh) says how
 // to multiply: it defines Weights, pack, multiply_*, write_results, and what namespace `direct` of sm80/tile.cuh has.
-// Behind it own_keys.cuh or paged_keys.cuh (own_codes.cuh or paged_codes.cuh) says where keys and values lie.
+// `keys` (own_keys.cuh or paged_keys.cuh, own_codes.cuh or paged_codes.cuh) says where keys and values lie.
 // sm90/forward/forward.cu is the counterpart for Hopper.
+#include "products"
+#include "keys"
 #include "../fragment/score_fragment.cuh"
 #include "../fragment/softmax_fragment.cuh"
 

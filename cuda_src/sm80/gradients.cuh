@@ -1,11 +1,16 @@
 // Gradients by mma.sync without atomics: FlashAttention-2 (Dao 2023), Algorithm 2, as two or three kernels, so that
 // every sum has one owner. It serves float32 (in parts) and float64, and dq of 16-bit inputs where results must repeat
 // their bits under a block mask. A thread block keeps `rows`, FRAGMENTS * 16 a warp: BLOCK_M queries for dq, BLOCK_N
-// keys for dk and dv; it loops over `columns`, the others. The text before this file (half_tile.cuh, wide_tile.cuh or
+// keys for dk and dv; it loops over `columns`, the others. `products` (half_tile.cuh, wide_tile.cuh or
 // split/sm80_tile.cuh) says how to multiply. backward.cu is the one-pass version, split/sm90_backward.cu the
 // counterpart for float32 on Hopper.
+#include "products"
 #include "../fragment/score_gradient.cuh"
 #include "../fragment/softmax_fragment.cuh"
+
+constexpr int FRAGMENT_COLUMNS = (OF_KEYS ? BLOCK_M : BLOCK_N) / KEY_WARPS, FRAGMENT = FRAGMENT_COLUMNS / 2;
+using Scores = ScoreGradient<OF_KEYS, FRAGMENT>;
+using ColumnIterator = ColumnIteratorOf<OF_KEYS, QueryTileIterator>::Type;
 
 // KEY_WARPS warps have the same rows, and each a part of the columns.
 constexpr int ROWS = OF_KEYS ? BLOCK_N : BLOCK_M, COLUMNS = KEY_WARPS * FRAGMENT_COLUMNS;
@@ -160,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
   for (u32 stage = 0; !iterator.done(); stage ^= STAGES - 1) {
     const int tile_column = iterator.blocks.block * COLUMNS, first_column = tile_column + own_column,
               head = iterator.head;
-    const ScoreGradient scores(p, s, head);
+    const Scores scores(p, s, head);
     const int query = OF_KEYS ? tile_column : HIDES_ANYWHERE ? tile_row : first_row;
     const int queries = OF_KEYS ? COLUMNS : HIDES_ANYWHERE ? ROWS : FRAGMENTS * 16;
     const bool masked = scores.needs_mask(iterator.blocks.partial, query, queries, OF_KEYS ? first_row : tile_column,
@@ -192,14 +197,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     }
     // 2. S = Q K^T or its transpose; from it come the weights P.
     if constexpr (LAST_KEYED) multiply_scores(x, own_rows, columns.from_row(own_column));
-    SoftcapFragment softcap[FRAGMENTS];
-    RuleFragment rule[FRAGMENTS];
+    Scores::Derivatives derivatives[FRAGMENTS];
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; f++) {
       const int row = own_row + 16 * f;
       take_scores(x[f], shared.row_factors, warp_row + 16 * f + fragment_row(), shared.factors, stage, own_column);
-      softcap[f].take(scores.score, x[f]);
-      scores.take(rule[f], x[f], row, first_column);
+      scores.take(derivatives[f], x[f], row, first_column);
       scores.apply(x[f], row, first_column, masked);
       if (HIDES_ANYWHERE && !OF_KEYS && masked) mark_seen(shared.seen + own_column, x[f]);
       const Accum scale = PLAIN_SCORES ? scores.score.scale : 1;
@@ -248,9 +251,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     if constexpr (NEEDS_GRADIENTS) {
 #pragma unroll
       for (int f = 0; f < FRAGMENTS; f++) {
-        rule[f].apply(y[f]);
+        derivatives[f].differentiate_rule(y[f]);
         if constexpr (HAS_ALIBI && !OF_KEYS) scores.add_slopes(dslope[f], y[f], own_row + 16 * f, first_column);
-        softcap[f].apply(y[f]);
+        derivatives[f].differentiate_cap(y[f]);
         Accum rescale[2] = {1, 1}, exchanged[COLUMNS / 2];
         auto& all = gather_columns(y[f], exchanged, columns, shared.exchange);
         if (units[f].scale_to_units(all, shared.factors.of_keyed(stage), rescale)) rescale_rows(gradient[f], rescale);

@@ -1,5 +1,5 @@
 // This header says how the mma.sync kernels multiply 16-bit elements, which lie as they are in their arrays. Turing
-// (sm_75) uses it as well, with products of depth 8. It stands before forward.cuh, gradients.cuh or bias.cuh;
+// (sm_75) uses it as well, with products of depth 8. It is `products` of forward.cuh, gradients.cuh and bias.cuh;
 // wide_tile.cuh and split/sm80_tile.cuh are its counterparts for float64 and float32.
 #include "tile.cuh"
 

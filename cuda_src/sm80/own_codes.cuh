@@ -1,5 +1,6 @@
-// Keys and values in e4m3 that lie in arrays of their own. It stands between codes_tile.cuh and forward.cuh;
+// Keys and values in e4m3 that lie in arrays of their own. forward.cuh includes it as `keys`;
 // paged_codes.cuh is its counterpart for pools of pages.
+#include "products"
 
 using KeyRows = CodeRows;
 

@@ -1,5 +1,6 @@
-// This header has keys and values that lie in arrays of their own. It stands between the header that says how to
-// multiply and forward.cuh; paged_keys.cuh is its counterpart for pools of pages.
+// This header has keys and values that lie in arrays of their own. forward.cuh includes it as `keys`; paged_keys.cuh is
+// its counterpart for pools of pages.
+#include "products"
 
 using KeyRows = OperandRows;
 

@@ -1,5 +1,6 @@
 // Keys and values in e4m3 that lie in pools of pages, where each row and its scale are found by the sequence's table.
-// It stands behind codes_tile.cuh in place of own_codes.cuh.
+// It is `keys` of forward.cuh in place of own_codes.cuh.
+#include "products"
 #include "../around/pages.cuh"
 
 struct KeyRows {

@@ -1,5 +1,6 @@
 // This header has keys and values that lie in pools of pages, where each row is found by the sequence's table. It
-// stands behind half_tile.cuh in place of own_keys.cuh.
+// is `keys` of forward.cuh in place of own_keys.cuh.
+#include "products"
 #include "../around/pages.cuh"
 
 struct KeyRows {

@@ -1,5 +1,5 @@
 // This header says how the mma.sync kernels multiply float64 elements (sm_80 and newer; the 16 x 8 x 8 product from
-// sm_90 on). It stands before forward.cuh, gradients.cuh or bias.cuh, in place of half_tile.cuh.
+// sm_90 on). It is `products` of forward.cuh, gradients.cuh and bias.cuh in place of half_tile.cuh.
 #include "tile.cuh"
 
 using namespace direct;

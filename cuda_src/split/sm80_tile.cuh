@@ -1,6 +1,6 @@
 // This header says how the mma.sync kernels multiply float32 elements, as float16 parts (split/layout.cuh): it has
-// tiles of parts, their factors, and products whose sums are made as in split/sm90_products.cuh. It stands before
-// forward.cuh, gradients.cuh or bias.cuh, in place of half_tile.cuh; split/rows.cu prepares the operands.
+// tiles of parts, their factors, and products whose sums are made as in split/sm90_products.cuh. It is `products` of
+// forward.cuh, gradients.cuh and bias.cuh in place of half_tile.cuh; split/rows.cu prepares the operands.
 #include "factors.cuh"
 #include "layout.cuh"
 #include "../fragment/softmax_fragment.cuh"

@@ -12,7 +12,9 @@ constexpr int PAIR = 1, KEY_WARPS = 1;  // there are no clusters, and each warp 
 #include "sm90_products.cuh"
 #include "../fragment/score_gradient.cuh"
 
-constexpr int ROWS = OF_KEYS ? BLOCK_N : BLOCK_M, COLUMNS = FRAGMENT_COLUMNS;
+constexpr int ROWS = OF_KEYS ? BLOCK_N : BLOCK_M, COLUMNS = OF_KEYS ? BLOCK_M : BLOCK_N;
+using Scores = ScoreGradient<OF_KEYS, COLUMNS / 2>;
+using ColumnIterator = ColumnIteratorOf<OF_KEYS, QueryTileIterator>::Type;
 constexpr bool NEEDS_GRADIENTS = !OF_KEYS || COMPUTES_DK;
 static_assert(OF_KEYS == (COMPUTES_DK || COMPUTES_DV), "dk, dv, both, or dq");
 constexpr u32 ROWS_BYTES = KEY_PARTS * part_bytes(ROWS, HEAD_DIM);
@@ -175,7 +177,7 @@ DEVICE void consume(const AttentionParams& p, const SplitOperands& operands, u8*
     if (any) rings.rows.wait();
     while (!iterator.done()) {
       const int first_column = iterator.blocks.block * COLUMNS, head = iterator.head;
-      const ScoreGradient scores(p, s, head);
+      const Scores scores(p, s, head);
       const bool masked =
           OF_KEYS ? scores.needs_mask(iterator.blocks.partial, first_column, COLUMNS, first_row, ROWS_OF_WARPGROUP)
           : HIDES_ANYWHERE
@@ -197,10 +199,8 @@ DEVICE void consume(const AttentionParams& p, const SplitOperands& operands, u8*
       ptx::wgmma_wait_group<NEEDS_GRADIENTS>();
       finish_scores(x, extra);
       factors.apply(x, vectors.factors(), !PLAIN_SCORES);
-      SoftcapFragment softcap;
-      softcap.take(scores.score, x);
-      RuleFragment rule;
-      scores.take(rule, x, row, first_column);
+      Scores::Derivatives derivatives;
+      scores.take(derivatives, x, row, first_column);
       scores.apply(x, row, first_column, masked);
       if (!OF_KEYS && masked) hidden.find(x);
 #pragma unroll
@@ -252,9 +252,9 @@ DEVICE void consume(const AttentionParams& p, const SplitOperands& operands, u8*
       if constexpr (COMPUTES_DV && !OVERLAPS) add_values();
       if constexpr (NEEDS_GRADIENTS) {
         // 5. dK += dS^T Q, or dQ += dS K; dS is split into parts anew.
-        rule.apply(y);
+        derivatives.differentiate_rule(y);
         if constexpr (HAS_ALIBI && !OF_KEYS) scores.add_slopes(dslope, y, row, first_column);
-        softcap.apply(y);
+        derivatives.differentiate_cap(y);
         multiply_columns(y, vectors.factors(), TOP);
         normalize_rows(y, unit, rescale);
         gradients.set(y);

@@ -24,7 +24,8 @@ def source_of(paths: str, constants: Constants, generated: Mapping[str, str] = _
     Parameters
     ----------
     paths : str
-        Files of cuda_src, one behind the other, with a blank between them; ``.cu`` may be left out.
+        Files of cuda_src, one behind the other, with a blank between them; ``.cu`` of a single one may be left out.
+        ``keys=sm80/own_keys.cuh`` is no file of its own, but what ``#include "keys"`` stands for in the files.
     constants : mapping of str to bool, int or str
         ``block_m=64`` becomes ``constexpr int BLOCK_M = 64;``, a str a type alias. They stand before the files, behind
         the numbers of the hardware.
@@ -32,10 +33,11 @@ def source_of(paths: str, constants: Constants, generated: Mapping[str, str] = _
         Headers that are no files, by name.
     """
     names = paths if "." in paths else f"{paths}.cu"
-    return _PRELUDE + _constants_text(EMITTED) + _constants_text(constants) + inlined(names, generated) + "\n"
+    return _PRELUDE + constants_text(EMITTED) + constants_text(constants) + inlined(names, generated) + "\n"
 
 
-def _constants_text(constants: Constants) -> str:
+def constants_text(constants: Constants) -> str:
+    """Return the lines that define constants, as `source_of` writes them."""
     lines = []
     for name, value in constants.items():
         if isinstance(value, bool):
@@ -52,10 +54,11 @@ def _constants_text(constants: Constants) -> str:
 def inlined(paths: str, generated: Mapping[str, str] = _NO_HEADERS) -> str:
     """Return the text of some files, with every quoted include inlined where it is first met."""
     seen: set[str] = set()
-    return "".join(_inlined(path, seen, generated) for path in paths.split())
+    bound = dict(word.split("=") for word in paths.split() if "=" in word)
+    return "".join(_inlined(path, seen, generated, bound) for path in paths.split() if "=" not in path)
 
 
-def _inlined(path: str, seen: set[str], generated: Mapping[str, str]) -> str:
+def _inlined(path: str, seen: set[str], generated: Mapping[str, str], bound: Mapping[str, str]) -> str:
     seen.add(path)
     text = _read(path)
     folder = path.split("/")[:-1]
@@ -64,11 +67,11 @@ def _inlined(path: str, seen: set[str], generated: Mapping[str, str]) -> str:
     for match in _INCLUDE.finditer(text):
         pieces.append(text[end : match.start()])
         name = match[1]
-        target = _resolved(folder, name)
+        target = bound.get(name) or _resolved(folder, name)
         if name in generated:
             pieces.append(f'#line 1 "{name}"\n{generated[name]}')
         elif target not in seen:
-            pieces.append(_inlined(target, seen, generated))
+            pieces.append(_inlined(target, seen, generated, bound))
         end = match.end()
         line = text.count("\n", 0, end) + 1
         pieces.append(f'\n#line {line} "cuda_src/{path}"')

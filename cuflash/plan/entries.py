@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 # The files of kernels that several kinds of products share, by the end of the kernels' names.
-_SM80 = {"forward": "sm80/own_keys.cuh sm80/forward.cuh", "bias": "sm80/bias.cuh"}
-# A value names one file, or several that are joined: a header that says how to multiply stands before some kernels.
+_SM80 = {"forward": "sm80/forward.cuh keys=sm80/own_keys.cuh", "bias": "around/bias_range.cuh gradient=sm80/bias.cuh"}
+# A value names a file, and what stands for the names that the file and its headers include: how a kernel multiplies
+# (`products`), where its keys lie (`keys`), and so on.
 _FILES = {
-    "forward": "portable/own_rows.cuh portable/forward.cu",
-    "paged_forward": "portable/paged_rows.cuh portable/forward.cu",
+    "forward": "portable/forward.cu keys=portable/own_rows.cuh",
+    "paged_forward": "portable/forward.cu keys=portable/paged_rows.cuh",
     "backward_dq": "portable/backward_dq",
     "backward_dkv": "portable/backward_dkv",
     "backward_dk": "portable/backward_dkv",
     "backward_dv": "portable/backward_dkv",
-    "backward_bias": "portable/backward_bias",
-    "backward_operands": "portable/operand_terms.cuh portable/backward_operands.cuh",
-    "operand_maxima": "portable/operand_maxima.cuh portable/backward_operands.cuh",
-    "operand_words": "portable/operand_words.cuh portable/backward_operands.cuh",
-    "forward_sm80": "sm80/half_tile.cuh sm80/own_keys.cuh sm80/forward.cuh",
-    "paged_forward_sm80": "sm80/half_tile.cuh sm80/paged_keys.cuh sm80/forward.cuh",
-    "fp8_forward_sm80": "sm80/codes_tile.cuh sm80/own_codes.cuh sm80/forward.cuh",
-    "paged_fp8_forward_sm80": "sm80/codes_tile.cuh sm80/paged_codes.cuh sm80/forward.cuh",
-    "ordered_dq": "sm80/half_tile.cuh sm80/gradients.cuh",
-    "bias_sm80": "sm80/half_tile.cuh sm80/bias.cuh",
+    "backward_bias": "around/bias_range.cuh gradient=portable/bias_gradient.cuh",
+    "backward_operands": "portable/backward_operands.cuh terms=portable/operand_terms.cuh",
+    "operand_maxima": "portable/backward_operands.cuh terms=portable/operand_maxima.cuh",
+    "operand_words": "portable/backward_operands.cuh terms=portable/operand_words.cuh",
+    "forward_sm80": "sm80/forward.cuh keys=sm80/own_keys.cuh products=sm80/half_tile.cuh",
+    "paged_forward_sm80": "sm80/forward.cuh keys=sm80/paged_keys.cuh products=sm80/half_tile.cuh",
+    "fp8_forward_sm80": "sm80/forward.cuh keys=sm80/own_codes.cuh products=sm80/codes_tile.cuh",
+    "paged_fp8_forward_sm80": "sm80/forward.cuh keys=sm80/paged_codes.cuh products=sm80/codes_tile.cuh",
+    "ordered_dq": "sm80/gradients.cuh products=sm80/half_tile.cuh",
+    "bias_sm80": "around/bias_range.cuh gradient=sm80/bias.cuh products=sm80/half_tile.cuh",
     "backward_sm80": "sm80/backward",
     "backward_sm80_rows": "sm80/backward_rows",
     "backward_sm80_dq": "sm80/backward_rows",
     **{
-        f"{family}_{name}": f"{tile}.cuh {_SM80.get(name, 'sm80/gradients.cuh')}"
+        f"{family}_{name}": f"{_SM80.get(name, 'sm80/gradients.cuh')} products={tile}.cuh"
         for family, tile in (("wide", "sm80/wide_tile"), ("parts", "split/sm80_tile"))
         for name in ("forward", "dq", "dkv", "dk", "dv", "bias")
     },
@@ -45,7 +46,7 @@ _FUNCTIONS = {
     "portable/forward.cu": "forward",
     "portable/backward_dkv": "backward_dkv",
     "portable/backward_operands.cuh": "backward_operands",
-    "sm80/bias.cuh": "backward_bias",
+    "around/bias_range.cuh": "backward_bias",
     "sm80/forward.cuh": "forward_sm80",
     "sm80/gradients.cuh": "gradients_sm80",
     "split/sm90_backward": "split_backward",
@@ -62,7 +63,7 @@ def file_of(entry: str) -> str:
 
 def function_of(entry: str) -> str:
     """Name of the ``extern "C"`` function of a kernel."""
-    return _FUNCTIONS.get(file_of(entry).split(" ")[-1], entry)
+    return _FUNCTIONS.get(file_of(entry).split(" ")[0], entry)
 
 
 def key_results(entry: str) -> tuple[str, ...]:

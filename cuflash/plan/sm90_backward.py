@@ -100,6 +100,8 @@ class Sm90BackwardConfig(Sm90Config):
     wide_results: bool  # dq, dk and dv are float32, so that shares of several calls are added before they are rounded
     adds_results: bool  # dq, dk and dv are added to what the arrays hold
     splits_queries: bool  # several thread blocks share the queries of a tile of keys, and write float32 dk and dv each
+    query_warps: int = 1  # a warp computes with all queries of a tile, at once: see `sm80_backward`
+    query_passes: int = 1
 
     @property
     def of_rows(self) -> Sm90BackwardConfig:

@@ -3,7 +3,6 @@
 // over the queries that see them. Scores are transposed, so weights and their gradients stay in registers as left
 // factors of dV and dK; dQ takes the gradients of all warpgroups through shared memory, and is added up in global
 // memory. backward/rows.cu has the kernels before and behind; backward/wide.cu serves wide heads.
-constexpr int FRAGMENT_QUERIES = BLOCK_M;
 #include "../../fragment/gradient_fragment.cuh"
 #include "key_results.cuh"
 #include "loader.cuh"
@@ -261,10 +260,8 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings
         // 4. Wait for S^T; scores become weights P^T.
         ptx::wgmma_wait_group<1>();
         keep(x);
-        SoftcapFactors<> factors(nullptr);
-        apply_softcap(x, scores, factors);
-        RuleFragment rule;
-        scores.take(rule, x);
+        FewDerivatives derivatives(nullptr);
+        derivatives.take(x, scores);
         if constexpr (HAS_BIAS_TILES) {
           masked |= add_bias(x, scores, bias_panel(shared.bias, rings.q.stage, warpgroup));
         }
@@ -291,10 +288,10 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings
 #pragma unroll
         for (int e = 0; e < FRAGMENT; e++) dp[e] = score_gradient<!WRITES_DBIAS>(p, dp[e], x[e], delta[e]);
         if (masked || HIDES_BY_RULE) clear_hidden(dp, x);
-        rule.apply(dp);
+        derivatives.differentiate_rule(dp);
         const float dslope = slope_terms(scores, dp);
         if (ADDS_SLOPES_EARLY) step.add(p, warpgroup, dslope);
-        apply_softcap_gradient(dp, x, lse, scores, factors);
+        derivatives.differentiate_cap(dp, x, lse, scores);
         pack(ds, dp);
         // 6. dS goes to shared memory for dQ of all warpgroups.
         rings.ds.acquire();

@@ -2,7 +2,6 @@
 // (FlashAttention-2, Dao 2023, Algorithm 2, line 4) as the backward kernels load them, makes sums 0, and
 // writes zeros where dbias is not visited. backward_sm90_dq converts dq from its float32 sums to the dtype. Both
 // overlap with the pass itself (programmatic dependent launch).
-constexpr int FRAGMENT_QUERIES = BLOCK_M;
 #include "../../fragment/gradient_fragment.cuh"
 #include "results.cuh"
 

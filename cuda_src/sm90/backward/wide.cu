@@ -3,7 +3,6 @@
 // and dv, one their gradients and dk, one dq. The mathematics is that of backward.cu: FlashAttention-2 (Dao 2023),
 // Algorithm 2. Where shared memory has room, two thread blocks are a cluster, and each adds dq for the keys of both in
 // every other step.
-constexpr int FRAGMENT_QUERIES = BLOCK_M;
 #include "../../fragment/gradient_fragment.cuh"
 #include "loader.cuh"
 #include "options.cuh"
@@ -165,16 +164,14 @@ DEVICE void compute_dv(const AttentionParams& p, SharedStorage& shared, Rings& r
       ptx::wgmma_wait_group<0>();
       keep(x);
       if (SHARED_FACTORS) rings.weights.acquire();
-      SoftcapFactors<> factors(&shared.weights[own_warp()][0][lane()]);
-      apply_softcap(x, scores, factors);
-      RuleFragment rule;
-      scores.take(rule, x);
+      FewDerivatives derivatives(&shared.weights[own_warp()][0][lane()]);
+      derivatives.take(x, scores);
       if constexpr (HAS_BIAS_TILES) masked |= add_bias(x, scores, bias_panel(shared.bias, rings.q.stage, 0));
       to_weights(x, scores, lse, masked, bits);
       mask.clear_hidden(x);
       GradientFragment same = scores;
       // Without this, draws and ALiBi's distances would be held all along.
-      if constexpr (FEW_REGISTERS && (HAS_SOFTCAP || HAS_DROPOUT)) {
+      if constexpr (FEW_REGISTERS && HOLDS_PLACES) {
         u32 first_row = step.first_row;
         ptx::forget(first_row);
         same.row = first_row + fragment_column();
@@ -187,9 +184,9 @@ DEVICE void compute_dv(const AttentionParams& p, SharedStorage& shared, Rings& r
       if (!FEW_REGISTERS) release();
       u32 packed_weights[FRAGMENT / 2];
       pack_kept(packed_weights, x);
-      // The derivatives of softcap and of the user's own rule are factors of the gradients, like the weights.
-      rule.apply(x);
-      if (!CAPS_LATE) apply_softcap_gradient(x, x, lse, same, factors);
+      // The derivatives of scores are factors of the gradients, like the weights.
+      derivatives.differentiate_rule(x);
+      if (!CAPS_LATE) derivatives.differentiate_cap(x, x, lse, same);
       if (FEW_REGISTERS) release();
       if (!SHARED_FACTORS) rings.weights.acquire();
 #pragma unroll

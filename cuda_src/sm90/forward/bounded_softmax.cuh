@@ -59,8 +59,8 @@ struct BoundedSoftmax {
     return fabsf(argument) <= curve.small ? of_small(product, base) : curve.of_large(argument, base);
   }
 
-  // apply_softcap() turns the products of a masked tile into exponents, before the tile is masked.
-  DEVICE void apply_softcap(float (&x)[BLOCK_N / 2]) const {
+  // to_exponents() turns the products of a masked tile into exponents, before the tile is masked.
+  DEVICE void to_exponents(float (&x)[BLOCK_N / 2]) const {
     const Curve curve(p);
 #pragma unroll
     for (float& product : x) product = curve.of_large(product * curve.factor, 0);

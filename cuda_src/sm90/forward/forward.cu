@@ -3,25 +3,9 @@
 // are persistent and take tile after tile. Decoding needs no kernel of its own: the query heads of a group are rows of
 // one tile (rows.cuh), so that keys are read once. The producers are in forward/loader.cuh, the products in wgmma.cuh,
 // the softmax in ../softmax_fragment.cuh and bounded_softmax.cuh.
-#include "bounded_softmax.cuh"
 #include "epilogue.cuh"
 #include "loader.cuh"
-
-// apply_softcap() and find_slack() do for either kind of softmax what only the other needs, or nothing.
-DEVICE void apply_softcap(const FragmentSoftmax&, float (&)[BLOCK_N / 2]) {}
-DEVICE void apply_softcap(const BoundedSoftmax& softmax, float (&x)[BLOCK_N / 2]) { softmax.apply_softcap(x); }
-
-DEVICE void find_slack(FragmentSoftmax& softmax, int tiles) { softmax.settle(tiles); }
-DEVICE void find_slack(const BoundedSoftmax&, int) {}
-
-// softmax_of() begins the softmax of a tile of queries.
-DEVICE auto softmax_of(const UnitFragment& scores) {
-  if constexpr (BOUNDED_SCORES) {
-    return BoundedSoftmax(scores.p);
-  } else {
-    return FragmentSoftmax::in_units(scores.units.unit);
-  }
-}
+#include "softmax.cuh"
 
 // SCALE_ONCE: the scale is converted to float32 once and held in a register, where there is one.
 constexpr bool SCALE_ONCE = !HAS_OPTIONS || ((HAS_BIAS || HAS_DROPOUT) && NUM_OPTIONS == 1 && HEAD_DIM_V <= 128);
@@ -249,7 +233,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings
         keep(x);
         release_keys();
         // 6. Products become scores, and the rows' references follow.
-        if (masked) apply_softcap(softmax, x);
+        if (masked) to_exponents(softmax, x);
         bool grown = bound(x, shift, first_key, masked);
         // 7. Scores become weights P; O of the tile before arrives, is rescaled, and its values are released.
         if constexpr (EARLY_POWERS > 0) {
@@ -326,7 +310,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings
           ptx::wgmma_wait_group<0>();
           keep(x);
           release_keys();
-          apply_softcap(softmax, x);  // capped as if masked, so that it is the same code either way
+          to_exponents(softmax, x);  // capped as if masked, so that it is the same code either way
           bool grown = bound(x, shift, first_key, masked);
           if (TEAMS > 1 && grown) rescale_rows(out, rescale);
           if (BOUNDED_SCORES && last) rings.q.release();

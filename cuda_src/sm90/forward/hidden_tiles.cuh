@@ -1,13 +1,14 @@
 // This header writes the results of tiles of queries to which lengths and window leave no key, on Hopper: two warps
 // that neither load nor schedule write them while the other warps compute. The scheduler hands no such tile on, so a
 // tile costs no more than its stores.
+#include "scores.cuh"
 #include "work.cuh"
 
 // ZEROES_HIDDEN tells whether the kernel has warps for such tiles, if the host says that there may be any
 // (HIDES_QUERIES). The warpgroups compute such tiles like all others, and find that they have no keys, where tiles have
-// several heads, splits of the keys or a block mask, and where these warps load; so they do with a softcap that needs
-// maxima, because its large tiles leave these warps too few registers.
-constexpr bool LEAVES_REGISTERS = CONSUMERS <= 2 || !HAS_SOFTCAP || BOUNDED_SCORES;
+// several heads, splits of the keys or a block mask, and where these warps load; so they do where scores take tanh,
+// because the large tiles of such kernels leave these warps too few registers.
+constexpr bool LEAVES_REGISTERS = CONSUMERS <= 2 || !TAKES_TANH;
 constexpr bool ZEROES_HIDDEN =
     HIDES_QUERIES && TEAMS == 1 && !PACKS_HEADS && !SPLITS_KEYS && !HAS_BLOCK_MASK && !COPIES_ROWS && LEAVES_REGISTERS;
 // ZEROES_BY_LENGTHS tells whether the kernel also has registers to find out which tiles the lengths of each sequence

@@ -1,6 +1,7 @@
 // This header loads keys and values from small pages: cp.async copies 16 bytes a thread, because each box of TMA takes
 // as long with one row as with many. Eight lanes have 128 bytes of a row. Each loading warp has rows of its own, whose
 // pages its lanes look up one tile ahead.
+#include "../wgmma.cuh"
 #include "pages.cuh"
 
 static_assert(!COPIES_ROWS || (HAS_PAGES && TEAMS == 1 && !HAS_BLOCK_MASK), "lists of keys are one warp's");

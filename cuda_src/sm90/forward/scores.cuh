@@ -147,6 +147,9 @@ struct FragmentBits {
   u32 blocks[BLOCKS_OF_ROW];   // the bits of the thread's elements in each block of a block mask
 };
 
+// TAKES_TANH tells whether products become scores by the tanh instruction. Bounded scores are left to their softmax.
+constexpr bool TAKES_TANH = HAS_SOFTCAP && !BOUNDED_SCORES;
+
 // UnitScore computes scores in units, as they stand in the accumulators (16-bit inputs): score = unit * x. The unit is
 // multiplied in with the conversion to base 2, which saves a product for each score.
 struct UnitScore {
@@ -234,7 +237,7 @@ struct UnitFragment : ScoreFragment {
   template <class AddBias>
   DEVICE void apply(float (&x)[BLOCK_N / 2], const FragmentBits& bits, int row, int first_key, bool masked,
                     AddBias add) const {
-    const int column = first_key + fragment_column();
+    const Place<false> place = {row, first_key + fragment_column()};
     const UnitScore units = FEW_REGISTERS ? UnitScore(Score(p, s, head)) : this->units;
 #pragma unroll
     for (int e = 0; e < BLOCK_N / 2; e++) x[e] = units.of_product(x[e]);
@@ -245,41 +248,18 @@ struct UnitFragment : ScoreFragment {
 #pragma unroll
       for (int e = 0; e < BLOCK_N / 2; e++) {
         // A bias of -inf hides, whatever the rule would make of it.
-        const float own = rule.value(x[e], row + row_offset(e), column + column_offset(e));
+        const float own = rule.value(x[e], place.query(e), place.key(e));
         x[e] = HAS_BIAS && x[e] == -infinity() ? x[e] : own;
       }
     }
-    if (ASKS_EVERYWHERE || masked) hide_by_rule(x, row, column);
+    if (ASKS_EVERYWHERE || masked) rules::hide_by_rules(x, Mask(p, s, head), place);
     if (!masked) return;
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const Range range = columns(own.query(row, r), column);
-#pragma unroll
-      for (int e = 2 * r; e < BLOCK_N / 2; e += 4) {
-#pragma unroll
-        for (int side = 0; side < 2; side++) {
-          const int j = column_offset(e + side);
-          bool hidden;
-          if constexpr (FragmentBits::HAS_VISIBLE) {
-            hidden = (bits.visible[(e + side) / WORD] >> (e + side) % WORD & 1) == 0;
-          } else {
-            hidden = (HAS_WINDOW && j < range.begin) || j >= range.end;
-          }
-          x[e + side] = hidden ? -infinity() : x[e + side];
-        }
-      }
-    }
-  }
-
-  // hide_by_rule() hides what the user's own rule hides.
-  DEVICE void hide_by_rule(float (&x)[BLOCK_N / 2], int row, int column) const {
-    if constexpr (HAS_MASK_MOD) {
-      const RuleIf<HAS_MASK_MOD> rule(p, s, head);
-#pragma unroll
-      for (int e = 0; e < BLOCK_N / 2; e++) {
-        x[e] = rule.visible(row + row_offset(e), column + column_offset(e)) ? x[e] : -infinity();
-      }
-    }
+    hide_by_rows(
+        x, [&](int r) { return columns(own.query(row, r), place.column); },
+        [&](int e, const Range& range) {
+          if constexpr (FragmentBits::HAS_VISIBLE) return (bits.visible[e / WORD] >> e % WORD & 1) == 0;
+          return is_outside(range, e);
+        });
   }
 
   // add_bias() adds a bias that TMA does not load, element by element.

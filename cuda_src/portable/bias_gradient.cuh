@@ -1,6 +1,6 @@
-// This file computes the gradient of a bias without tensor cores, for every GPU and dtype. BiasGradient computes dS of
-// one tile of scores and sums it; around/bias_range.cuh has the kernel, and visits the tiles that one tile of the bias
-// was added to. sm80/bias.cuh is the counterpart with tensor cores.
+// This header computes the gradient of a bias without tensor cores, for every GPU and dtype. BiasGradient computes dS
+// of one tile of scores and sums it; around/bias_range.cuh has the kernel, which includes this header as `gradient` and
+// visits the tiles that one tile of the bias was added to. sm80/bias.cuh is the counterpart with tensor cores.
 #include "gradient_tile.cuh"
 
 constexpr int ROWS = BLOCK_M / SIDE, COLUMNS = BLOCK_N / SIDE, MIN_BLOCKS = 1;
@@ -24,10 +24,10 @@ struct BiasGradient {
   DEVICE void add(const AttentionParams& p, const Sequence& s, int head, int first_row, int first_key) {
     const GradientTile<false> tile(p, s, head, head / group_size(p));
     Accum dropped[ROWS][COLUMNS], ds[ROWS][COLUMNS];
-    SoftcapTile<ROWS, COLUMNS> softcap;
+    TileDerivatives<ROWS, COLUMNS> derivatives;
     ScoreChunks score_chunks;
     tile.fetch(score_chunks, first_row, first_key);
-    tile.compute(dropped, ds, softcap, buffers, score_chunks, first_row, first_key, true, shared.seen, [] {});
+    tile.compute(dropped, ds, derivatives, buffers, score_chunks, first_row, first_key, true, shared.seen, [] {});
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
 #pragma unroll
@@ -47,5 +47,3 @@ struct BiasGradient {
     }
   }
 };
-
-#include "../around/bias_range.cuh"
