@@ -244,7 +244,12 @@ def run(config: KernelConfig, dtype: str, place: Device) -> None:
         out, lse = case.on(HOST).forward()
         of_bias = config.entry in _OF_BIAS or getattr(config, "writes_dbias", False)
         with place.active(), small_grid(config):
-            further = (("bias",) if of_bias else ()) + (("operands",) if config.entry in OPERAND_ENTRIES else ())
+            wanted = {
+                "bias": of_bias,
+                "alibi_slopes": getattr(config, "writes_dslopes", False),
+                "operands": config.entry in OPERAND_ENTRIES,
+            }
+            further = [name for name, is_wanted in wanted.items() if is_wanted]
             grads = case.on(place).backward(out, lse, grads=("q", "k", "v", *further))
         case.assert_gradients(grads)
     launched = [x.kernel.config for x in launch._launches.values() if x.kernel.entry == config.entry]
