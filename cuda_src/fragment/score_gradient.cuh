@@ -31,19 +31,33 @@ struct ScoreGradient {
     derivatives.take(score, products, place(row, first_column));
   }
 
+  DEVICE void take_rule(Derivatives& derivatives, const Accum (&products)[FRAGMENT], int row, int first_column) const {
+    derivatives.take_rule(score, products, place(row, first_column));
+  }
+
   // apply() turns products into scores, -inf where hidden; `biases` are the biases of the elements where they were read
   // already, or null.
   DEVICE void apply(Accum (&x)[FRAGMENT], int row, int first_column, bool masked, const Accum* biases = nullptr) const {
     const Place<OF_KEYS> place = this->place(row, first_column);
     if constexpr (!PLAIN_SCORES) rules::apply(x, score, place, biases);
     if (!masked) return;
-    hide_outside(x, mask, place, [&](int e) {
-      bool hidden = false;
-      if constexpr (HAS_MASK) hidden |= !mask.in_mask(place.query(e), place.key(e));
-      if constexpr (HAS_BLOCK_MASK) hidden |= !mask.in_block(place.query(e), place.key(e));
-      if constexpr (ASKS_ELEMENTS) hidden |= !mask.in_rules(place.query(e), place.key(e));
-      return hidden;
-    });
+    // The loop is written out, because with hide_outside() the kernel of a bias's gradient spills on sm_86.
+    const int column = place.column;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const Mask::Range range = OF_KEYS ? mask.rows(row + 8 * r) : mask.columns(row + 8 * r);
+      const int begin = range.begin - column, end = range.end - column;
+#pragma unroll
+      for (int e = 0; e < FRAGMENT; e++) {
+        if (row_offset(e) != 8 * r) continue;
+        const int i = place.query(e), j = place.key(e), at = column_offset(e);
+        bool hidden = (HAS_WINDOW && at < begin) || at >= end || (!OF_KEYS && i >= mask.len_q);
+        if constexpr (HAS_MASK) hidden |= !mask.in_mask(i, j);
+        if constexpr (HAS_BLOCK_MASK) hidden |= !mask.in_block(i, j);
+        if constexpr (ASKS_ELEMENTS) hidden |= !mask.in_rules(i, j);
+        x[e] = hidden ? -infinity() : x[e];
+      }
+    }
   }
 
   // mark_dropped() sets the sign of the weights that dropout drops.

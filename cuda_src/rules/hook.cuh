@@ -53,7 +53,8 @@ struct ScoreDerivatives {
   Derivative<N, HAS_SCORE_MOD> of_rule;
   Derivative<N, HAS_SOFTCAP && !(TOGETHER && HAS_SCORE_MOD)> of_softcap;
 
-  // take_cap() finds the softcap's derivatives; take() finds all of them, before the products become scores.
+  // take_cap() finds the softcap's derivatives, take_rule() the rule's (with the softcap's where they are one), and
+  // take() all of them, before the products become scores.
   DEVICE void take_cap(const Score& score, const Accum (&products)[N]) {
     if constexpr (HAS_SOFTCAP && !(TOGETHER && HAS_SCORE_MOD)) {
 #pragma unroll
@@ -63,6 +64,10 @@ struct ScoreDerivatives {
   template <class Place>
   DEVICE void take(const Score& score, const Accum (&products)[N], const Place& place) {
     take_cap(score, products);
+    take_rule(score, products, place);
+  }
+  template <class Place>
+  DEVICE void take_rule(const Score& score, const Accum (&products)[N], const Place& place) {
     if constexpr (HAS_SCORE_MOD) {
 #pragma unroll
       for (int e = 0; e < N; e++) {

@@ -157,7 +157,7 @@ struct BiasGradient {
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; f++) {
       take_scores(x[f], shared.row_factors, warp_row() + 16 * f + fragment_row(), shared.factors, 0);
-      scores.take(derivatives[f], x[f], own_row + 16 * f, first_key);
+      scores.take_rule(derivatives[f], x[f], own_row + 16 * f, first_key);
       scores.apply(x[f], own_row + 16 * f, first_key, masked, y[f]);
       clear(y[f]);
 #pragma unroll
