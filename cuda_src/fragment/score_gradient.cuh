@@ -26,7 +26,7 @@ struct ScoreGradient {
   // place() is that of the thread's elements; `row` is its first row.
   static DEVICE Place<OF_KEYS> place(int row, int first_column) { return {row, first_column + fragment_column()}; }
 
-  // take() finds the derivatives of the scores before the products become scores.
+  // take() finds the derivatives of the scores before the products become scores; take_rule() those of the rule alone.
   DEVICE void take(Derivatives& derivatives, const Accum (&products)[FRAGMENT], int row, int first_column) const {
     derivatives.take(score, products, place(row, first_column));
   }

@@ -42,7 +42,7 @@ class _OfList(WithoutTiles):
         return slots_of(problem, self.of_tiles), 1
 
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
-        """What the costs of entries are weighed by."""
+        """Return the numbers that weigh the costs of entries."""
         steps = sm90_mixed.steps_of_entry(self.of_tiles)
         return {"num_multiprocessors": self.num_sms, "steps_of_entry": steps}
 

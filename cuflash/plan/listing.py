@@ -87,7 +87,7 @@ def _problems(
 
 
 class Pass(NamedTuple):
-    """What a plan answers to a problem of a dtype."""
+    """A pass is a plan's answer to a problem of a dtype."""
 
     candidates: tuple[tuple[Any, ...], ...]  # the kernels of each, without users' own rules, the fastest first
     dtype: str

@@ -46,7 +46,7 @@ ANY_ONE = one_of(*FLAGS)
 
 
 class Place(NamedTuple):
-    """What a plan knows of the arrays and the GPU besides the problem."""
+    """A place is all that a plan knows of the arrays and the GPU besides the problem."""
 
     aligned: bool  # addresses and strides are multiples of 16 bytes
     capability: Capability

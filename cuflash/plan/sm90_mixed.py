@@ -86,6 +86,6 @@ def size_of(problem: AttentionProblem, config: Sm90ForwardConfig, slots: int, nu
 
 
 def steps_of_entry(config: Sm90ForwardConfig) -> int:
-    """What a tile of queries takes besides its keys, in steps."""
+    """Return the time that a tile of queries takes besides its keys, in steps."""
     times = times_of(config)
     return max(round(times.tile / times.step), 1)

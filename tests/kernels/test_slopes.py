@@ -16,7 +16,8 @@ from cuflash.gpu import launch
 from cuflash.plan import sm80_backward, sm90_backward_tiles
 
 pytestmark = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
-# What computes gradients of scores, and how far from exact terms the instruction for tanh may lead beside softcap.
+# MAIN names the kernels that compute gradients of scores. An error is relative to the sum of the terms' sizes; beside
+# softcap the instruction for tanh leads further from exact terms.
 MAIN = {"sm_80": {sm80_backward.MAIN}, "sm_90": {sm90_backward_tiles.NARROW, sm90_backward_tiles.WIDE}}
 ERROR, ERROR_OF_TANH = 4e-6, 2e-3
 SLOPES = np.array([0.5, -0.1, 0.02, 0.3], np.float32)

@@ -94,8 +94,8 @@ DEVICE void schedule_tiles(const AttentionParams& p, SharedStorage& shared, Ring
       }
       rings.work.publish();
     }
-    rings.work
-        .acquire();  // the next tile is taken when there is room for it, so that it goes to whoever is ready first
+    // The next tile is taken when there is room for it, so that it goes to whoever is ready first.
+    rings.work.acquire();
     index = next_index(p, index, total);
   }
   rings.work.acquire();
