@@ -62,8 +62,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) reduce_slopes(const Attent
     if (!shared_slopes) {
       const Sequence s = sequence_of(p, batch);
       if constexpr (SLOPE_KEYS > 0) {
-        begin = (s.row_k / SLOPE_KEYS + batch + 1) * p.splits;  // as in packed_work
-        end = begin + static_cast<i64>(ceil_div(s.rows_k, SLOPE_KEYS)) * p.splits;
+        constexpr int KEYS = SLOPE_KEYS > 0 ? SLOPE_KEYS : 1;  // compilers warn of divisions by 0 that never run
+        begin = (s.row_k / KEYS + batch + 1) * p.splits;       // as in packed_work
+        end = begin + static_cast<i64>(ceil_div(s.rows_k, KEYS)) * p.splits;
       } else {
         begin = s.row_q;
         end = s.row_q + s.rows_q;

@@ -245,7 +245,8 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings
         // 2. Start dP^T = V dO^T.
         rings.dout.wait();
         u32 values = own_v;
-        if (HAS_BLOCK_MASK || HAS_MASK) ptx::forget(values);
+        // The compiler would otherwise hold descriptors of all values, and spill others.
+        if (HAS_BLOCK_MASK || HAS_MASK || QUERY_STAGES > 2) ptx::forget(values);
         multiply_by_rows<HEAD_DIM_V, BLOCK_N, BLOCK_M>(dp, values, rings.dout.buffer());
         // 3. Random bits and the bits of masks are found while the products are computed.
         const Step& step = shared.steps[rings.q.stage];
