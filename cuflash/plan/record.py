@@ -11,6 +11,7 @@ from cuflash.problem.attention_problem import AttentionProblem
 
 Capability = tuple[int, int]
 ANY: Capability = (99, 0)  # a capability that no GPU reaches
+HOPPER: Capability = (9, 0)
 BLACKWELL: Capability = (10, 0)  # from here on the compiler gives some kernels more registers
 
 # These take registers as options do: addresses or strides that are no multiples of 16 bytes, and a scale that kernels
@@ -63,6 +64,7 @@ class Record(Generic[T]):
     tile: T
     takes: Takes = ANYTHING
     below: Capability = ANY  # GPUs from this capability on have too few registers
+    where: tuple[str, ...] = ()  # what a problem besides its options has to be like, in words of the table
     # `records` fills in these.
     entries: tuple[str, ...] = ()  # the kernels of one pass
     kind: str = ""  # the kind of products

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable
 
 from cuflash.hardware import HALF_BYTES
-from cuflash.plan.sm90_forward import Sm90ForwardConfig
+from cuflash.plan.sm90_config import Sm90ForwardConfig
 from cuflash.plan.sm90_times import merging_us, times_of
 from cuflash.problem.attention_problem import AttentionProblem
 

@@ -13,13 +13,9 @@ from cuflash.hardware import HALF_BYTES, L2_BYTES, WARP
 from cuflash.kept import kept
 from cuflash.plan import sm90_few_queries, sm90_forward, sm90_mixed
 from cuflash.plan.config import flags_of, without_window
-from cuflash.plan.sm90_forward import (
-    Sm90ForwardConfig,
-    config_for,
-    config_of,
-    has_few_queries,
-    row_of,
-)
+from cuflash.plan.sm90_config import Asked, Sm90ForwardConfig, config_of
+from cuflash.plan.sm90_forward import config_for, has_exact_maxima, has_few_queries, lines_of, taken, words_of_inputs
+from cuflash.plan.sm90_tiles import FEW_QUERIES, MANY, WINDOW
 from cuflash.plan.sm90_times import is_timed, predicted_us, splits_worth_trying
 from cuflash.problem.attention_problem import AttentionProblem
 
@@ -60,25 +56,22 @@ def for_grid(problem: AttentionProblem, config: Sm90ForwardConfig, num_sms: int)
         return Launches(config, 1)
     found = [
         Launches(_with_exact_maxima(problem, candidate, num_splits, config.follows_every_maximum), num_splits)
-        for candidate in _candidates(problem, config)
+        for candidate in (config, *filter(is_timed, other_tiles(problem, config)))
         for num_splits in splits_worth_trying(problem, candidate.block_m, candidate.block_n, num_sms)
     ]
     return min(found, key=lambda launches: predicted_us(problem, launches.config, launches.num_splits, num_sms))
 
 
-def _candidates(problem: AttentionProblem, config: Sm90ForwardConfig) -> list[Sm90ForwardConfig]:
-    """Return a problem's own configuration and, where it has no option but a window, those of other tiles."""
+def other_tiles(problem: AttentionProblem, config: Sm90ForwardConfig) -> list[Sm90ForwardConfig]:
+    """Return the configurations of a problem's other tiles, where it has no option but a window; none if it has."""
     flags = flags_of(problem)
     if without_window(flags) or not config.plain_scores:
-        return [config]
-    row = row_of(problem)
-    has_pages = problem.pages is not None
-    tiles = row.plain_tiles(bool(flags))
-    if has_pages:
-        tiles = list(dict.fromkeys(map(row.with_spare_registers, tiles)))
-    others = [config_of(row, tile, problem.dtype, None, flags, has_pages=has_pages) for tile in tiles]
-    timed = [replace(other, pair=1) for other in others if is_timed(other) and other.tile != config.tile]
-    return [config, *timed]
+        return []
+    # Tiles for few queries and for many keys are compared, whether there are few and many or not.
+    words = words_of_inputs(True, False, False, False, config.has_pages) | {FEW_QUERIES, MANY}
+    asked = Asked(problem.dtype, None, flags, words | ({WINDOW} if flags else set()))
+    others = (config_of(line, asked) for line in taken(lines_of(problem), asked))
+    return [replace(other, pair=1) for other in others if other.tile != config.tile]
 
 
 def _with_exact_maxima(
@@ -88,7 +81,7 @@ def _with_exact_maxima(
 
     It is the given one unless the kernel for few keys has exact maxima, or with `always`.
     """
-    few = problem.seqlen_k < sm90_forward.MANY_KEYS * num_splits and row_of(problem).full.exact
+    few = problem.seqlen_k < sm90_forward.MANY_KEYS * num_splits and has_exact_maxima(problem)
     plain = config.plain_scores and not without_window(flags_of(problem))
     if config.follows_every_maximum or not plain or not (few or always):
         return config

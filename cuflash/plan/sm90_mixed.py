@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from cuflash.hardware import HALF_BYTES
 from cuflash.plan import sm90_few_queries, sm90_forward
-from cuflash.plan.sm90_forward import Sm90ForwardConfig, config_for, has_few_queries
+from cuflash.plan.sm90_config import Sm90ForwardConfig
+from cuflash.plan.sm90_forward import config_for, has_few_queries
 from cuflash.plan.sm90_times import times_of
 from cuflash.problem.attention_problem import AttentionProblem
 

@@ -18,7 +18,8 @@ from paging import as_paged, used_of_pool
 import cuflash
 from cuflash.gpu import launch
 from cuflash.gpu import sm90 as gpu_sm90
-from cuflash.plan import sm90_few_queries, sm90_forward, sm90_grid, sm90_tiles
+from cuflash.plan import sm90_few_queries, sm90_forward, sm90_grid, sm90_listing, sm90_tiles
+from cuflash.plan.record import ANYTHING, PLAIN
 from cuflash.problem.attention_problem import AttentionProblem
 from cuflash.problem.pages import Pages
 
@@ -186,8 +187,8 @@ def test_splits_fill_the_gpu_and_no_more(batch: int, queries: int) -> None:
 
 
 def test_every_row_has_a_tile_of_few_queries() -> None:
-    for row in sm90_tiles.FORWARD:
-        assert row.few_queries.block_m == 64
+    for head_dims in sm90_tiles.HEAD_DIMS:
+        assert sm90_forward.config_for(AttentionProblem(1, 4, 8192, 1, 1, *head_dims, "bfloat16")).block_m == 64
 
 
 @pytest.mark.parametrize(
@@ -211,17 +212,20 @@ def test_keys_in_pages_are_as_many_as_the_pool_can_hold() -> None:
 def test_many_rows_of_several_heads_leave_registers_to_options_and_pages(heads: int) -> None:
     """Such tiles are smaller: with those of many queries of one head the kernels spilled."""
     pages = Pages(512, 16, 512)
-    for row in sm90_tiles.FORWARD:
-        sizes = (1, 2, 8192, heads, 1, row.head_dim, row.head_dim_v, "bfloat16")
+    for head_dims in sm90_tiles.HEAD_DIMS:
+        lines = [line for line in sm90_tiles.FORWARD if (line.head_dim, line.head_dim_v) == head_dims]
+        of_pages = [x.tile for x in lines if x.where == (sm90_tiles.HEADS, sm90_tiles.PAGES) and x.takes == PLAIN]
+        of_anything = next(line.tile for line in lines if line.takes == ANYTHING)
+        sizes = (1, 2, 8192, heads, 1, *head_dims, "bfloat16")
         plain = sm90_forward.config_for(AttentionProblem(*sizes, pages=pages))
-        assert row.paged_heads is None or plain.block_n == row.paged_heads.block_n
+        assert not of_pages or plain.block_n == of_pages[0].block_n
         with_option = sm90_forward.config_for(AttentionProblem(*sizes, dropout_p=0.5))
-        assert (with_option.block_m, with_option.block_n) == (row.with_more.block_m, row.with_more.block_n)
-        assert with_option.packs_heads == (heads <= row.with_more.block_m)
+        assert (with_option.block_m, with_option.block_n) == (of_anything.block_m, of_anything.block_n)
+        assert with_option.packs_heads == (heads <= of_anything.block_m)
 
 
 def test_no_warpgroup_waits_for_registers_that_a_launch_does_not_have() -> None:
-    for config, _ in sm90_forward.table():
+    for config, _ in sm90_listing.table():
         of_launch = min(2**16 // config.threads // 8 * 8, 255)
         taken = config.producer_registers + config.consumers * config.consumer_registers
         assert taken <= of_launch * (config.consumers + 1), config

@@ -22,7 +22,7 @@ from cuflash.frontend.partial import Part, sees_anything, sees_everything, windo
 from cuflash.plan import listing, sm90_backward, sm90_forward
 from cuflash.plan import portable as plan_portable
 from cuflash.plan.sm90_backward_tiles import BACKWARD
-from cuflash.plan.sm90_tiles import FORWARD
+from cuflash.plan.sm90_tiles import HEAD_DIMS
 from cuflash.problem.attention_problem import Place
 from cuflash.problem.options import Options
 
@@ -223,11 +223,10 @@ def test_kernels_with_places_compile_without_spills(dtype: str, entry: str) -> N
 def wide_kernels() -> list[Any]:
     """Return Hopper's kernels with float32 results of 16-bit inputs, which parts and out_dtype alone ask for."""
     found: list[Any] = []
-    for row in FORWARD:
+    for head_dims in HEAD_DIMS:
         for flags in ((), ("has_window",), ("has_window", "has_softcap")):
-            tile = row.with_more if "has_softcap" in flags else row.full
-            config = sm90_forward.config_of(row, tile, "bfloat16", None, flags)
-            found.append(replace(config, splits_keys=True, staging_panels=0, pair=1))
+            problem = replace(listing.problem_of("bfloat16", *head_dims, flags), seqlen_k=512)
+            found.append(sm90_forward.wide_config(problem, sm90_forward.config_for(problem)))
     for keys, adds in product(BACKWARD, (False, True)):
         gradients = sm90_backward.backward_config(keys, "bfloat16", None, ("has_window",))
         gradients = replace(gradients, wide_results=True, adds_results=adds)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 from unittest import mock
 
@@ -17,6 +17,7 @@ from paging import as_paged
 from cuflash.gpu import launch
 from cuflash.gpu import sm90 as gpu_sm90
 from cuflash.plan import (
+    listing,
     sm80_backward,
     sm80_forward,
     sm80_tiles,
@@ -97,26 +98,36 @@ class Tf32Case(Case):
 def lengths_of(config: sm90_forward.Sm90ForwardConfig, dtype: str) -> tuple[int, int]:
     """Return lengths for which Hopper's forward pass takes the row."""
     queries, keys = LENGTHS
+    many = sm90_forward.MANY_KEYS
     if config.splits_keys:
         return queries, 4 * config.block_n + 10
-    flags = tuple(flag for flag in FLAGS if getattr(config, flag))
     if takes_narrow_window(config, dtype):
-        return queries, sm90_forward.MANY_KEYS
-    for lengths in (LENGTHS, (queries, sm90_forward.MANY_KEYS), (sm90_forward._FEW_QUERIES, keys)):
-        many_keys, few_queries = lengths[1] > keys, lengths[0] < queries
-        for row in sm90_tiles.FORWARD:
-            if config == sm90_forward.forward_config(
-                row, dtype, None, flags, many_keys=many_keys, few_queries=few_queries
-            ):
-                return lengths
-    return LENGTHS
+        return queries, many
+    lengths = LENGTHS, (queries, many), (sm90_forward._FEW_QUERIES, keys)
+    return next((own for own in lengths if _tile(config) == _tile(_of_lengths(config, dtype, own))), LENGTHS)
+
+
+def _of_lengths(
+    config: sm90_forward.Sm90ForwardConfig, dtype: str, lengths: tuple[int, int], **window: Any
+) -> sm90_forward.Sm90ForwardConfig:
+    flags = [flag for flag in FLAGS if getattr(config, flag)]
+    problem = listing.problem_of(dtype, config.head_dim, config.head_dim_v, flags)
+    problem = replace(problem, seqlen_q=lengths[0], seqlen_k=lengths[1], **window)
+    return sm90_forward.config_for(problem, config.has_bias_tiles, config.has_mask_tiles)
+
+
+def _tile(config: sm90_forward.Sm90ForwardConfig) -> tuple[Any, ...]:
+    """Return the fields that a tile of Hopper's table has, but for those that the numbers of queries tell."""
+    names = {f.name for f in fields(sm90_tiles.Sm90Tile)} - {"pair"}
+    return *(x for name, x in asdict(config).items() if name in names), config.follows_every_maximum, config.teams
 
 
 def takes_narrow_window(config: sm90_forward.Sm90ForwardConfig, dtype: str) -> bool:
-    narrow = [row for row in sm90_tiles.FORWARD if row.narrow_window]
-    return config in [
-        sm90_forward.forward_config(row, dtype, None, ("has_window",), narrow_window=True) for row in narrow
-    ]
+    if config.flags != "window":
+        return False
+    lengths = LENGTHS[0], sm90_forward.MANY_KEYS
+    wide, narrow = (_of_lengths(config, dtype, lengths, window_left=left) for left in (None, 100))
+    return _tile(config) == _tile(narrow) != _tile(wide)
 
 
 def is_for_long_walks(config: KernelConfig) -> bool:
