@@ -25,7 +25,6 @@ from cuflash.plan.sm90_tiles import (
     BIAS_TILES,
     BOUNDED,
     HEADS,
-    HEADS_OR_PAGES,
     MASK_TILES,
     PAGES,
     PLAIN_SCORES,
@@ -113,7 +112,7 @@ class Asked(NamedTuple):
 def leaves_registers(tile: Sm90Tile, words: frozenset[str]) -> bool:
     """Return True if a tile leaves registers to load pages with, and to the rows of several heads, if there are any."""
     is_full = tile.query_steps_in_registers > 0 or tile.block_m > _MOST_PLAIN_ROWS
-    return HEADS_OR_PAGES not in words or not is_full
+    return words.isdisjoint((HEADS, PAGES)) or not is_full
 
 
 def config_of(record: Record[Sm90Tile], asked: Asked) -> Sm90ForwardConfig:

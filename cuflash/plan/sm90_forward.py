@@ -55,10 +55,7 @@ _FEW_QUERIES = ROWS_OF_WARPGROUP  # most queries of a head that are few, so that
 # 64 x 8192 keys of 8 heads take 1115 us by threads in pages of 1 and 4688 by TMA, but 1004 and 734 in pages of 16.
 _FEWEST_ROWS_OF_BOX = 16
 Layout = tuple[tuple[int, ...], tuple[int, ...]]  # strides in bytes, shape
-
-
 Line = Record[Sm90Tile]
-Words = frozenset[str]
 
 
 def lines_of(problem: AttentionProblem) -> tuple[Line, ...]:
@@ -86,38 +83,39 @@ def asked_of(
         few_queries = has_few_queries(problem) and problem.group_size <= _FEW_QUERIES
     flags = known_flags(problem)
     is_bounded = SMALLEST_BOUND <= problem.softcap <= _LARGEST_BOUND and problem.dtype in _BOUNDED_DTYPES
-    packed_heads = packs_heads(problem) if heads_are_rows is None else heads_are_rows
     holds = {
         tiles.FEW_QUERIES: few_queries,
         tiles.MANY: _has_many_keys(problem),
         tiles.VERY_MANY: not (flags or problem.packed) and problem.seqlen_k >= _VERY_MANY_KEYS,
         tiles.WINDOW: "has_window" in flags,
         tiles.NARROW_WINDOW: _has_narrow_window(problem),
+        tiles.PLAIN_SCORES: has_plain_scale(problem),
         tiles.BOUNDED: is_bounded and without_window(flags) == {"has_softcap"},
-        tiles.BIAS_ELEMENTS: problem.bias is not None and not bias_tiles,
-    }
-    inputs = words_of_inputs(has_plain_scale(problem), bias_tiles, mask_tiles, packed_heads, problem.pages is not None)
-    return Asked(problem.dtype, problem.bias_dtype, flags, inputs | {word for word, held in holds.items() if held})
-
-
-def words_of_inputs(plain_scores: bool, bias_tiles: bool, mask_tiles: bool, heads: bool, pages: bool) -> Words:
-    """Return the words that a configuration tells again."""
-    holds = {
-        tiles.PLAIN_SCORES: plain_scores,
         tiles.BIAS_TILES: bias_tiles,
+        tiles.BIAS_ELEMENTS: problem.bias is not None and not bias_tiles,
         tiles.MASK_TILES: mask_tiles,
-        tiles.HEADS: heads,
-        tiles.PAGES: pages,
-        tiles.HEADS_OR_PAGES: heads or pages,
+        tiles.HEADS: packs_heads(problem) if heads_are_rows is None else heads_are_rows,
+        tiles.PAGES: problem.pages is not None,
     }
+    return Asked(problem.dtype, problem.bias_dtype, flags, words_in(holds))
+
+
+def words_in(holds: dict[str, bool]) -> frozenset[str]:
+    """Return the words of the table that hold."""
     return frozenset(word for word, held in holds.items() if held)
 
 
 def _asked_again(problem: AttentionProblem, config: Sm90ForwardConfig) -> Asked:
+    """Return what a configuration tells of what was asked for."""
     flags = tuple(flag for flag in FLAGS if getattr(config, flag))
-    of_inputs = config.plain_scores, config.has_bias_tiles, config.has_mask_tiles
-    words = words_of_inputs(*of_inputs, config.packs_heads, config.has_pages)
-    return Asked(problem.dtype, problem.bias_dtype, flags, words)
+    holds = {
+        tiles.PLAIN_SCORES: config.plain_scores,
+        tiles.BIAS_TILES: config.has_bias_tiles,
+        tiles.MASK_TILES: config.has_mask_tiles,
+        tiles.HEADS: config.packs_heads,
+        tiles.PAGES: config.has_pages,
+    }
+    return Asked(problem.dtype, problem.bias_dtype, flags, words_in(holds))
 
 
 @kept
@@ -148,8 +146,8 @@ def wide_config(problem: AttentionProblem, config: Sm90ForwardConfig) -> Sm90For
     if config.teams > 1:
         return None
     if problem.softcap and config.consumers > 1:
-        words = words_of_inputs(True, False, False, False, config.has_pages) | {tiles.WIDE_RESULTS}
-        asked = Asked(problem.dtype, problem.bias_dtype, flags_of(problem), words)
+        holds = {tiles.PLAIN_SCORES: True, tiles.PAGES: config.has_pages, tiles.WIDE_RESULTS: True}
+        asked = Asked(problem.dtype, problem.bias_dtype, flags_of(problem), words_in(holds))
         config = with_rules(config_of(taken(lines_of(problem), asked)[0], asked), problem)
     return replace(for_pages(problem, config), splits_keys=True, has_work_list=False, staging_panels=0, pair=1)
 
@@ -168,7 +166,8 @@ def for_pages(problem: AttentionProblem, config: Sm90ForwardConfig) -> Sm90Forwa
         return config
     smaller = [line for line in lines_of(problem) if tiles.COPIED_ROWS in line.where]
     if smaller and has_many_rows:
-        asked = Asked(problem.dtype, None, flags, words_of_inputs(True, False, False, config.packs_heads, pages=True))
+        holds = {tiles.PLAIN_SCORES: True, tiles.PAGES: True, tiles.HEADS: config.packs_heads}
+        asked = Asked(problem.dtype, None, flags, words_in(holds))
         config = replace(config_of(smaller[0], asked), follows_every_maximum=config.follows_every_maximum)
     return replace(config, copies_rows=True)
 

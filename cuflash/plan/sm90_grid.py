@@ -14,8 +14,8 @@ from cuflash.kept import kept
 from cuflash.plan import sm90_few_queries, sm90_forward, sm90_mixed
 from cuflash.plan.config import flags_of, without_window
 from cuflash.plan.sm90_config import Asked, Sm90ForwardConfig, config_of
-from cuflash.plan.sm90_forward import config_for, has_exact_maxima, has_few_queries, lines_of, taken, words_of_inputs
-from cuflash.plan.sm90_tiles import FEW_QUERIES, MANY, WINDOW
+from cuflash.plan.sm90_forward import config_for, has_exact_maxima, has_few_queries, lines_of, taken, words_in
+from cuflash.plan.sm90_tiles import FEW_QUERIES, MANY, PAGES, PLAIN_SCORES, WINDOW
 from cuflash.plan.sm90_times import is_timed, predicted_us, splits_worth_trying
 from cuflash.problem.attention_problem import AttentionProblem
 
@@ -68,8 +68,8 @@ def other_tiles(problem: AttentionProblem, config: Sm90ForwardConfig) -> list[Sm
     if without_window(flags) or not config.plain_scores:
         return []
     # Tiles for few queries and for many keys are compared, whether there are few and many or not.
-    words = words_of_inputs(True, False, False, False, config.has_pages) | {FEW_QUERIES, MANY}
-    asked = Asked(problem.dtype, None, flags, words | ({WINDOW} if flags else set()))
+    holds = {PLAIN_SCORES: True, WINDOW: bool(flags), PAGES: config.has_pages, FEW_QUERIES: True, MANY: True}
+    asked = Asked(problem.dtype, None, flags, words_in(holds))
     others = (config_of(line, asked) for line in taken(lines_of(problem), asked))
     return [replace(other, pair=1) for other in others if other.tile != config.tile]
 

@@ -38,7 +38,9 @@ def _pages(size: int) -> dict[str, Any]:
 
 _PLAIN: tuple[Flags, ...] = (), (_WINDOW,)
 _ALONE = {flag: (_WINDOW, flag) for flag in KNOWN_TO_ALL if flag != _WINDOW}
-_BIAS, _MASK, _SOFTCAP, _DROPOUT = (_ALONE[f"has_{name}"] for name in ("bias", "mask", "softcap", "dropout"))
+_BIAS, _MASK, _SOFTCAP, _DROPOUT, _ALIBI = (
+    _ALONE[f"has_{name}"] for name in ("bias", "mask", "softcap", "dropout", "alibi")
+)
 _ROWS = sm90_forward.KNOWN_TO_ROWS
 _OF_HEADS: dict[str, Any] = {"seqlen_q": _FEW, "num_heads_q": 4}
 _OF_MANY_HEADS: dict[str, Any] = {"seqlen_q": 2, "num_heads_q": 128}  # a tile of few queries has no room for these
@@ -53,14 +55,13 @@ _KINDS = (
     _Kind({"window_left": 100}, ((_WINDOW,),)),
     _Kind({"softcap": 100.0}, (_SOFTCAP,)),
     _Kind({"kv_lengths": True}, (*_PLAIN, _SOFTCAP)),
-    _Kind({"seqlen_q": _SHORT, "seqlen_k": _SHORT}, ((),), num_sms=_LARGE),
     *(_Kind({"seqlen_q": _SHORT, "seqlen_k": keys}, _PLAIN, num_sms=_LARGE) for keys in (_LONG, 4 * _LONG)),
     _Kind({"seqlen_q": _FEW}, (*_PLAIN, _ROWS)),
     _Kind({"seqlen_q": _FEW}, ((),), num_sms=_LARGE),
     _Kind(_OF_HEADS, (*_PLAIN, _BIAS, _SOFTCAP, _ROWS)),
     _Kind(_OF_HEADS, (_ROWS,), in_tiles=True, num_sms=_LARGE),
     _Kind(_OF_MANY_HEADS, ((_WINDOW,),), num_sms=_LARGE),
-    _Kind(_LARGE_PAGES, ((_WINDOW,), _SOFTCAP, KNOWN_TO_ALL)),
+    _Kind(_LARGE_PAGES, ((_WINDOW,), _SOFTCAP, _ALIBI, KNOWN_TO_ALL)),
     _Kind(_OF_HEADS | _LARGE_PAGES, ((), _MASK), in_tiles=True, num_sms=_LARGE),
     _Kind(_OF_MANY_HEADS | _LARGE_PAGES, ((_WINDOW,), _DROPOUT, _BIAS, _ROWS)),
     _Kind(_SMALL_PAGES, ((_WINDOW,),)),

@@ -42,7 +42,6 @@ BOUNDED = "bounded"  # a softcap's bound replaces maxima
 BIAS_TILES, BIAS_ELEMENTS, MASK_TILES = "bias tiles", "bias elements", "mask tiles"  # TMA loads tiles, threads elements
 HEADS = "heads"  # a tile has the rows of several heads
 PAGES, COPIED_ROWS = "pages", "copied rows"  # keys lie in pages, and threads copy the rows of these
-HEADS_OR_PAGES = "heads or pages"
 WIDE_RESULTS = "wide results"  # results are float32; it takes registers as options do
 
 ENTRY = "forward_sm90"
@@ -109,7 +108,8 @@ FORWARD: tuple[Record[Sm90Tile], ...] = (
         Record(_128X64, _OPTIONS, where=(HEADS,)),
         Record(Sm90Tile(192, 64), PLAIN, where=(PLAIN_SCORES, NARROW_WINDOW)),
         Record(Sm90Tile(192, 80), PLAIN, where=(PLAIN_SCORES, MANY)),
-        Record(_EXACT, PLAIN, where=(PLAIN_SCORES, MANY, HEADS_OR_PAGES)),
+        Record(_EXACT, PLAIN, where=(PLAIN_SCORES, MANY, HEADS)),
+        Record(_EXACT, PLAIN, where=(PLAIN_SCORES, MANY, PAGES)),
         Record(replace(_D128, keys_in_reverse=True), PLAIN, where=(PLAIN_SCORES, WINDOW)),
         Record(_D128, PLAIN, where=(PLAIN_SCORES,)),
         Record(_128X64, _NOT_BESIDE_PAGES, where=(PAGES,)),
@@ -167,7 +167,8 @@ FORWARD: tuple[Record[Sm90Tile], ...] = (
         Record(_D256, PLAIN, where=(PLAIN_SCORES, VERY_MANY)),
         Record(replace(_D256, exact=False), PLAIN, where=(PLAIN_SCORES, MANY)),
         Record(_D256, PLAIN, where=(PLAIN_SCORES,)),
-        Record(_128X64, PLAIN, where=(PLAIN_SCORES, HEADS_OR_PAGES)),
+        Record(_128X64, PLAIN, where=(PLAIN_SCORES, HEADS)),
+        Record(_128X64, PLAIN, where=(PLAIN_SCORES, PAGES)),
         Record(_64X32, _NOT_BESIDE_PAGES, where=(PAGES,)),
         Record(replace(_128X64, ping_pong=False), _SOFTCAP, where=(BOUNDED,)),
         Record(Sm90Tile(128, 48), _SCORE),

@@ -8,12 +8,24 @@ import subprocess
 import sys
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 from compiling import ARCHITECTURES
 
 from cuflash.hardware import capability_of, smem_limit
-from cuflash.plan import listing, sm80_backward, sm80_forward, sm80_fp8, sm80_tiles, sm80_times, sm80_wide_tiles
+from cuflash.plan import (
+    listing,
+    sm80_backward,
+    sm80_forward,
+    sm80_fp8,
+    sm80_tiles,
+    sm80_times,
+    sm80_wide_tiles,
+    sm90_forward,
+    sm90_listing,
+    sm90_tiles,
+)
 from cuflash.plan.config import KNOWN_TO_ALL
 from cuflash.plan.record import (
     ANY_ONE,
@@ -118,6 +130,26 @@ def test_every_record_of_16_bits_is_a_candidate_of_a_listed_problem() -> None:
     tables: tuple[Any, ...] = sm80_tiles.FORWARD, sm80_tiles.BACKWARD, sm80_tiles.FP8
     tables += sm80_tiles.OF_QUERIES, sm80_tiles.OF_BIAS
     assert [line for table in tables for line in table if line not in found] == []
+
+
+def test_every_record_of_hoppers_forward_pass_is_the_first_of_a_listed_problem() -> None:
+    """Behind lines that take anything there are those that only a kernel which spills asks for."""
+    found: set[Any] = set()
+
+    def note(lines: Any, asked: Any) -> Any:
+        chosen = taken(lines, asked)
+        found.update(chosen[:1])
+        return chosen
+
+    taken = sm90_forward.taken
+    with mock.patch.object(sm90_forward, "taken", note):
+        copies = any(config.copies_rows for config, _ in sm90_listing.table())
+    assert copies
+    for head_dims in sm90_tiles.HEAD_DIMS:
+        lines = narrowest(sm90_tiles.FORWARD, *head_dims)
+        general = lines[: [line.takes for line in lines].index(ANYTHING) + 1]
+        assert [line for line in general if line not in found and sm90_tiles.COPIED_ROWS not in line.where] == []
+        assert {line.takes for line in lines[len(general) :]} <= {ANYTHING}
 
 
 def test_every_kind_of_products_has_records_of_every_pass() -> None:
