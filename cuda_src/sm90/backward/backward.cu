@@ -6,6 +6,7 @@
 #include "../../fragment/gradient_fragment.cuh"
 #include "key_results.cuh"
 #include "loader.cuh"
+#include "step_scores.cuh"
 
 constexpr int WARPS = CONSUMERS * WARPGROUP / WARP;
 constexpr u32 DS_PANEL_BYTES = BLOCK_M * ROW_BYTES, DS_BYTES = CONSUMERS * DS_PANEL_BYTES;
@@ -42,10 +43,6 @@ static_assert(DQ_PIECES == CONSUMERS, "a warpgroup has a piece of dq");
 // ARRIVES_EARLY: a warpgroup passes the order on while its last product still runs. That is a gain with tiles of 128
 // queries, a loss with 64.
 constexpr bool ARRIVES_EARLY = DQ_BY_QUERIES;
-
-// ADDS_SLOPES_EARLY: a step's terms of the slopes' gradient are added before its products start. They are added while
-// products run where the order of additions leaves registers for that.
-constexpr bool ADDS_SLOPES_EARLY = DETERMINISTIC;
 
 using DsRing = Ring<DS_STAGES, DS_BYTES>;
 using DqRing = Ring<DQ_STAGES, DQ_BYTES>;
@@ -175,214 +172,228 @@ DEVICE void write_bias(const AttentionParams& p, const SharedStorage& shared, Ri
   if (lane() == 0) ptx::bulk_wait_group<0>();
 }
 
-// consume() is a consumer warpgroup: it computes dk and dv of its 64 keys, and its piece of dq of every tile of
-// queries. The warpgroups take the tensor cores in an order for the products of the gradients, so that the exponentials
-// of one run while the products of the other are computed. dQ of a step is computed in the next one, when all
-// warpgroups have written dS.
-DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings, int warpgroup) {
-  const u32 own_keys = warpgroup * ROWS_OF_WARPGROUP * ROW_BYTES;
-  const u32 own_v = ptx::shared_address(shared.v) + own_keys;
-  const u32 own_ds = warpgroup * DS_PANEL_BYTES;
-  const u32 dq_ds = DQ_BY_QUERIES ? warpgroup * ROWS_OF_WARPGROUP * ROW_BYTES : 0;
-  // Where one piece has all columns of the keys, the other pieces repeat it, and nobody takes their result.
-  constexpr bool HAS_OWN_COLUMNS = !DQ_BY_QUERIES && DQ_COLUMNS < HEAD_DIM;
-  const u32 dq_columns = HAS_OWN_COLUMNS ? warpgroup * DQ_COLUMNS / PANEL * BLOCK_N * ROW_BYTES : 0;
-  DqRing dq_ring(shared.dq[warpgroup], shared.dq_barriers[warpgroup]);
-  const ProductOrder order(warpgroup);
-  float scale = static_cast<float>(p.softmax_scale);
-  ptx::keep(scale);  // converted once, because the conversion units would wait for the tensor cores
+// KeyGradients are the thread's fragments of dk (64, HEAD_DIM) and dv (64, HEAD_DIM_V).
+struct KeyGradients {
+  float dk[HEAD_DIM / 2], dv[HEAD_DIM_V / 2];
 
-  while (true) {
-    rings.work.wait();
-    const KeyWork& work = shared.work[rings.work.stage];
-    if (work.tile == NO_TILE) break;
-    const Sequence& s = work.sequence;
-    // first_key() is read from shared memory again where it is used: registers are scarce.
-    const auto first_key = [&] { return work.tile * BLOCK_N + warpgroup * ROWS_OF_WARPGROUP; };
-    float dk[HEAD_DIM / 2], dv[HEAD_DIM_V / 2];  // the thread's fragments of dk (64, HEAD_DIM) and dv (64, HEAD_DIM_V)
+  DEVICE KeyGradients() {
 #pragma unroll
     for (float& x : dk) x = 0;
 #pragma unroll
     for (float& x : dv) x = 0;
+  }
+};
 
-    // multiply_dq() starts dQ = dS K for a step whose dS all warpgroups have written.
-    const auto multiply_dq = [&](float (&dq)[DQ_COLUMNS / 2], const DsRing& ready) {
-      ready.wait();
-      multiply_by_columns<BLOCK_N, BLOCK_M>(dq, ready.buffer() + dq_ds, rings.k.buffer() + dq_columns);
-    };
-    // store_dq() releases dS, and hands the piece of dQ to the warp that adds it.
-    const auto store_dq = [&](float (&dq)[DQ_COLUMNS / 2], DsRing ready) {
-      keep(dq);
-      ready.release();
-      dq_ring.acquire();
+// Consumer is a thread of a consumer warpgroup, which computes dk and dv of its 64 keys, and its piece of dq of every
+// tile of queries. The warpgroups take the tensor cores in an order for the products of the gradients, so that the
+// exponentials of one run while the products of the other are computed. dQ of a step is computed in the next one, when
+// all warpgroups have written dS.
+struct Consumer {
+  // Where one piece has all columns of the keys, the other pieces repeat it, and nobody takes their result.
+  static constexpr bool HAS_OWN_COLUMNS = !DQ_BY_QUERIES && DQ_COLUMNS < HEAD_DIM;
+
+  const AttentionParams& p;
+  SharedStorage& shared;
+  Rings rings;
+  const int warpgroup;
+  const u32 own_keys, own_v;    // where the warpgroup's rows are in K, and V's address from them on
+  const u32 own_ds;             // where its panel is in dS
+  const u32 dq_ds, dq_columns;  // where the factors of its piece of dq are in dS and K
+  DqRing dq_ring;
+  const ProductOrder order;
+  float scale;
+
+  DEVICE Consumer(const AttentionParams& p, SharedStorage& shared, const Rings& rings, int warpgroup)
+      : p(p),
+        shared(shared),
+        rings(rings),
+        warpgroup(warpgroup),
+        own_keys(warpgroup * ROWS_OF_WARPGROUP * ROW_BYTES),
+        own_v(ptx::shared_address(shared.v) + own_keys),
+        own_ds(warpgroup * DS_PANEL_BYTES),
+        dq_ds(DQ_BY_QUERIES ? warpgroup * ROWS_OF_WARPGROUP * ROW_BYTES : 0),
+        dq_columns(HAS_OWN_COLUMNS ? warpgroup * DQ_COLUMNS / PANEL * BLOCK_N * ROW_BYTES : 0),
+        dq_ring(shared.dq[warpgroup], shared.dq_barriers[warpgroup]),
+        order(warpgroup),
+        scale(static_cast<float>(p.softmax_scale)) {
+    ptx::keep(scale);  // converted once, because the conversion units would wait for the tensor cores
+  }
+
+  // first_key() is read from shared memory again where it is used: registers are scarce.
+  DEVICE int first_key(const KeyWork& work) const { return work.tile * BLOCK_N + warpgroup * ROWS_OF_WARPGROUP; }
+
+  // multiply_values() starts dP^T = V dO^T.
+  DEVICE void multiply_values(float (&dp)[FRAGMENT]) const {
+    u32 values = own_v;
+    // The compiler would otherwise hold descriptors of all values, and spill others.
+    if (HAS_BLOCK_MASK || HAS_MASK || QUERY_STAGES > 2) ptx::forget(values);
+    multiply_by_rows<HEAD_DIM_V, BLOCK_N, BLOCK_M>(dp, values, rings.dout.buffer());
+  }
+
+  // multiply_dq() starts dQ = dS K for a step whose dS all warpgroups have written.
+  DEVICE void multiply_dq(float (&dq)[DQ_COLUMNS / 2], const DsRing& ready) const {
+    ready.wait();
+    multiply_by_columns<BLOCK_N, BLOCK_M>(dq, ready.buffer() + dq_ds, rings.k.buffer() + dq_columns);
+  }
+
+  // store_dq() releases dS, and hands the piece of dQ to the warp that adds it.
+  DEVICE void store_dq(float (&dq)[DQ_COLUMNS / 2], DsRing ready) {
+    keep(dq);
+    ready.release();
+    dq_ring.acquire();
 #pragma unroll
-      for (int i = 0; i < DQ_COLUMNS / 8; i++) {
-        shared.dq[warpgroup][dq_ring.stage][dq_place() + i * WARP] = {
-            {dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]}};
-      }
-    };
-    float dq[DQ_COLUMNS / 2];
-    if (!work.is_hidden) {
-      if (HAS_BIAS_TILES) {
-        rings.k.stage = work.key_stage;
-        rings.k.phase = work.key_phase;
-      }
-      rings.v.follow(rings.k);
-      rings.k.wait();
-      rings.v.wait();
-      // step_on() is the main loop's body; it returns whether it was the last step. The first step has a copy of its
-      // own, which keeps products out of branches.
-      const auto step_on = [&](bool first) {
-        // S^T, then P^T; dP^T, then dS^T: (64, BLOCK_M); dQ: (64, DQ_COLUMNS).
-        float x[FRAGMENT], dp[FRAGMENT], dq[DQ_COLUMNS / 2];
-        u32 weights[FRAGMENT / 2], ds[FRAGMENT / 2];  // P^T and dS^T in 16 bits
-        rings.dout.follow(rings.q);
-        rings.ds.follow(rings.q);
-        const DsRing ready = rings.ds.previous_stage();
-        // 1. Start S^T = K Q^T.
-        rings.q.wait();
-        multiply_by_rows<HEAD_DIM, BLOCK_N, BLOCK_M>(x, rings.k.buffer() + own_keys, rings.q.buffer());
-        // 2. Start dP^T = V dO^T.
-        rings.dout.wait();
-        u32 values = own_v;
-        // The compiler would otherwise hold descriptors of all values, and spill others.
-        if (HAS_BLOCK_MASK || HAS_MASK || QUERY_STAGES > 2) ptx::forget(values);
-        multiply_by_rows<HEAD_DIM_V, BLOCK_N, BLOCK_M>(dp, values, rings.dout.buffer());
-        // 3. Random bits and the bits of masks are found while the products are computed.
-        const Step& step = shared.steps[rings.q.stage];
-        const GradientFragment scores(p, s, step.head, step.first_row, first_key() + warp_row(), scale);
-        bool masked = step.masked >> warpgroup & 1;
-        const bool last = step.last >> warpgroup & 1;
-        const LseValues<> lse(shared.lse[rings.q.stage]);
-        GradientFragment::Random<EARLY_DRAWS> random;
-        scores.draw_ahead<HOLDS_DRAWS>(random);
-        const BlockBits bits(p, step.slots, warpgroup, masked);
-        const MaskBits mask(p, s, step.head, step.first_row, first_key() + warp_row());
-        // 4. Wait for S^T; scores become weights P^T.
-        ptx::wgmma_wait_group<1>();
-        keep(x);
-        FewDerivatives derivatives(nullptr);
-        derivatives.take(x, scores);
-        if constexpr (HAS_BIAS_TILES) {
-          masked |= add_bias(x, scores, bias_panel(shared.bias, rings.q.stage, warpgroup));
-        }
-        to_weights(x, scores, lse, masked, bits);
-        if constexpr (MASK_IN_BITS) {
-          mask.clear_hidden(x);
-          masked = true;
-        }
-        GradientFragment same = scores;
-        // Without this branch the draws that are not made ahead would be made early, too.
-        if constexpr (HAS_DROPOUT && EARLY_DRAWS < decltype(random)::GROUPS) {
-          u32 first_row = step.first_row;
-          ptx::forget(first_row);
-          same.row = first_row + fragment_column();
-        }
-        same.mark_dropped(x, random);
-        keep(x);  // all of this runs while the second product is computed
-        const QueryValues delta(shared.delta[rings.dout.stage]);
-        pack_kept(weights, x);
-        // 5. Wait for dP^T; from it comes dS^T.
-        ptx::wgmma_wait_group<0>();
-        keep(dp);
-        if (last) rings.v.release();
-#pragma unroll
-        for (int e = 0; e < FRAGMENT; e++) dp[e] = score_gradient<!WRITES_DBIAS>(p, dp[e], x[e], delta[e]);
-        if (masked || HIDES_BY_RULE) clear_hidden(dp, x);
-        derivatives.differentiate_rule(dp);
-        const float dslope = slope_terms(scores, dp);
-        if (ADDS_SLOPES_EARLY) step.add(p, warpgroup, dslope);
-        derivatives.differentiate_cap(dp, x, lse, scores);
-        pack(ds, dp);
-        // 6. dS goes to shared memory for dQ of all warpgroups.
-        rings.ds.acquire();
-        store_transposed(rings.ds.buffer() + own_ds, ds);
-        // 7. In its place in the order: dQ of the step before, dV += P^T dO, dK += dS^T Q.
-        order.wait();
-        if (!first) multiply_dq(dq, ready);
-        add_product<BLOCK_M>(dv, weights, rings.dout.buffer());
-        rings.ds.publish_from_warp();  // its fence waits while the products are computed
-        add_product<BLOCK_M>(dk, ds, rings.q.buffer());
-        if (!ADDS_SLOPES_EARLY) step.add(p, warpgroup, dslope);
-        // 8. The results arrive one by one, and buffers are released as early as possible.
-        ptx::wgmma_wait_group<2>();
-        if (!first) store_dq(dq, ready);
-        ptx::wgmma_wait_group<1>();
-        keep(dv);
-        rings.dout.release();
-        if (ARRIVES_EARLY) order.arrive();
-        ptx::wgmma_wait_group<0>();
-        keep(dk);
-        if (!ARRIVES_EARLY) order.arrive();
-        if (!first) dq_ring.publish_from_warp();
-        __syncwarp();  // all lanes have read the step
-        rings.q.release();
-        return last;
-      };
-      // skip_step() skips a step of which the warpgroup sees nothing: it takes no place in the order, and its part of
-      // dS is 0.
-      const auto skip_step = [&] {
-        rings.dout.follow(rings.q);
-        rings.ds.follow(rings.q);
-        rings.q.wait();  // without waiting, the buffers could be released twice in a phase
-        rings.ds.acquire();
-        const u32 zeros[FRAGMENT / 2] = {};
-        store_transposed(rings.ds.buffer() + own_ds, zeros);
-        rings.ds.publish_from_warp();
-        rings.dout.release();
-        rings.q.release();
-      };
-      // hand_on_dq() computes and hands on dQ of a step that the main loop does not.
-      const auto hand_on_dq = [&](const DsRing& ready) {
-        multiply_dq(dq, ready);
-        ptx::wgmma_wait_group<0>();
-        store_dq(dq, ready);
-        dq_ring.publish_from_warp();
-      };
-      const u32 skips = SKIPS_STEPS ? __shfl_sync(ALL_LANES, work.skips, 0) : 0;
-      const bool own = SKIPS_STEPS && (skips >> warpgroup & 1) != 0, skips_first = own && warpgroup == 1;
-      if (skips_first) skip_step();
-      bool last = step_on(true);
-      if (skips_first) hand_on_dq(rings.ds.previous_stage().previous_stage());
-      while (!last) last = step_on(false);
-      if (own && !skips_first) {
-        hand_on_dq(rings.ds.previous_stage());
-        skip_step();
-      }
-      if (own && skips != 3) {  // the other warpgroup took one place more in the order
-        order.wait();
-        order.arrive();
-      }
-      multiply_dq(dq, rings.ds.previous_stage());
-      ptx::wgmma_wait_group<0>();
-      keep(dq);
-      rings.k.release();
+    for (int i = 0; i < DQ_COLUMNS / 8; i++) {
+      shared.dq[warpgroup][dq_ring.stage][dq_place() + i * WARP] = {
+          {dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]}};
     }
+  }
 
-    // The epilogue writes dk and dv, and hands on dQ of the last step.
-    const int row = first_key() + warp_row();
-    dq_ring.acquire();  // the results pass through the warp's own part of the buffer of dq
+  // hand_on_dq() computes and hands on dQ of a step that the main loop does not.
+  DEVICE void hand_on_dq(float (&dq)[DQ_COLUMNS / 2], const DsRing& ready) {
+    multiply_dq(dq, ready);
+    ptx::wgmma_wait_group<0>();
+    store_dq(dq, ready);
+    dq_ring.publish_from_warp();
+  }
+
+  // step_on() is the main loop's body; it returns whether it was the last step. The first step has a copy of its own,
+  // which keeps products out of branches.
+  DEVICE bool step_on(const KeyWork& work, KeyGradients& sums, bool first) {
+    // S^T, then P^T; dP^T, then dS^T: (64, BLOCK_M); dQ: (64, DQ_COLUMNS).
+    float x[FRAGMENT], dp[FRAGMENT], dq[DQ_COLUMNS / 2];
+    u32 weights[FRAGMENT / 2], ds[FRAGMENT / 2];  // P^T and dS^T in 16 bits
+    rings.dout.follow(rings.q);
+    rings.ds.follow(rings.q);
+    const DsRing ready = rings.ds.previous_stage();
+    // 1. Start S^T = K Q^T.
+    rings.q.wait();
+    multiply_by_rows<HEAD_DIM, BLOCK_N, BLOCK_M>(x, rings.k.buffer() + own_keys, rings.q.buffer());
+    // 2. Start dP^T = V dO^T.
+    rings.dout.wait();
+    multiply_values(dp);
+    // 3. Random bits and the bits of masks are found while the products are computed.
+    const Step& step = shared.steps[rings.q.stage];
+    StepScores scores(p, step, work, shared.lse[rings.q.stage], warpgroup, first_key(work), scale);
+    // 4. Wait for S^T; P^T = exp(S^T - lse). All of this runs while the second product is computed.
+    ptx::wgmma_wait_group<1>();
+    keep(x);
+    scores.find_weights(x, HAS_BIAS_TILES ? bias_panel(shared.bias, rings.q.stage, warpgroup) : 0);
+    const QueryValues delta(shared.delta[rings.dout.stage]);
+    pack_kept(weights, x);
+    // 5. Wait for dP^T; dS^T = P^T (dP^T - delta).
+    ptx::wgmma_wait_group<0>();
+    keep(dp);
+    if (scores.last) rings.v.release();
+    const float dslope = scores.find_gradients(dp, x, delta);
+    pack(ds, dp);
+    // 6. dS goes to shared memory for dQ of all warpgroups.
+    rings.ds.acquire();
+    store_transposed(rings.ds.buffer() + own_ds, ds);
+    // 7. In its place in the order: dQ of the step before, dV += P^T dO, dK += dS^T Q.
+    order.wait();
+    if (!first) multiply_dq(dq, ready);
+    add_product<BLOCK_M>(sums.dv, weights, rings.dout.buffer());
+    rings.ds.publish_from_warp();  // its fence waits while the products are computed
+    add_product<BLOCK_M>(sums.dk, ds, rings.q.buffer());
+    if (!ADDS_SLOPES_EARLY) step.add(p, warpgroup, dslope);
+    // 8. The results arrive one by one, and buffers are released as early as possible.
+    ptx::wgmma_wait_group<2>();
+    if (!first) store_dq(dq, ready);
+    ptx::wgmma_wait_group<1>();
+    keep(sums.dv);
+    rings.dout.release();
+    if (ARRIVES_EARLY) order.arrive();
+    ptx::wgmma_wait_group<0>();
+    keep(sums.dk);
+    if (!ARRIVES_EARLY) order.arrive();
+    if (!first) dq_ring.publish_from_warp();
+    __syncwarp();  // all lanes have read the step
+    rings.q.release();
+    return scores.last;
+  }
+
+  // skip_step() skips a step of which the warpgroup sees nothing: it takes no place in the order, and its part of dS is
+  // 0.
+  DEVICE void skip_step() {
+    rings.dout.follow(rings.q);
+    rings.ds.follow(rings.q);
+    rings.q.wait();  // without waiting, the buffers could be released twice in a phase
+    rings.ds.acquire();
+    const u32 zeros[FRAGMENT / 2] = {};
+    store_transposed(rings.ds.buffer() + own_ds, zeros);
+    rings.ds.publish_from_warp();
+    rings.dout.release();
+    rings.q.release();
+  }
+
+  // visit_queries() is the loop over the tiles of queries that see a tile of keys. It leaves dQ of the last step.
+  DEVICE void visit_queries(const KeyWork& work, KeyGradients& sums, float (&dq)[DQ_COLUMNS / 2]) {
+    if (HAS_BIAS_TILES) {
+      rings.k.stage = work.key_stage;
+      rings.k.phase = work.key_phase;
+    }
+    rings.v.follow(rings.k);
+    rings.k.wait();
+    rings.v.wait();
+    const u32 skips = SKIPS_STEPS ? __shfl_sync(ALL_LANES, work.skips, 0) : 0;
+    const bool own = SKIPS_STEPS && (skips >> warpgroup & 1) != 0, skips_first = own && warpgroup == 1;
+    if (skips_first) skip_step();
+    bool last = step_on(work, sums, true);
+    if (skips_first) hand_on_dq(dq, rings.ds.previous_stage().previous_stage());
+    while (!last) last = step_on(work, sums, false);
+    if (own && !skips_first) {
+      hand_on_dq(dq, rings.ds.previous_stage());
+      skip_step();
+    }
+    if (own && skips != 3) {  // the other warpgroup took one place more in the order
+      order.wait();
+      order.arrive();
+    }
+    multiply_dq(dq, rings.ds.previous_stage());
+    ptx::wgmma_wait_group<0>();
+    keep(dq);
+    rings.k.release();
+  }
+
+  // write() is the epilogue: it writes dk and dv, which pass through the warp's own part of the buffer of dq.
+  DEVICE void write(const KeyWork& work, const KeyGradients& sums) {
+    const int row = first_key(work) + warp_row();
+    dq_ring.acquire();
     auto* staging = reinterpret_cast<unsigned char*>(&shared.dq[warpgroup][dq_ring.stage][dq_place() - lane()]);
     if (p.dk.data != nullptr) {
       // The scale is converted again where there is dropout: registers are scarce.
       const float own_scale = HAS_DROPOUT ? static_cast<float>(p.softmax_scale) * ds_unit(p) : scale;
       const float factor[2] = {own_scale, own_scale};
-      write_results(p, p.dk, work, 0, row, p.head_dim, dk, factor, staging);
+      write_results(p, p.dk, work, 0, row, p.head_dim, sums.dk, factor, staging);
     }
     if (p.dv.data != nullptr) {
       const float rescale = HAS_DROPOUT ? static_cast<float>(p.dropout_rescale) : 1, factor[2] = {rescale, rescale};
-      write_results(p, p.dv, work, 0, row, p.head_dim_v, dv, factor, staging);
+      write_results(p, p.dv, work, 0, row, p.head_dim_v, sums.dv, factor, staging);
     }
-    if (!work.is_hidden) {
-      store_dq(dq, rings.ds.previous_stage());
-      dq_ring.publish_from_warp();
-    }
-    rings.work.stage = work.stage;
-    rings.work.phase = work.phase;
-    __syncwarp();
-    rings.work.release();
   }
-  order.drain();
+};
+
+// consume() is a consumer warpgroup, which takes tile after tile of keys.
+DEVICE void consume(const AttentionParams& p, SharedStorage& shared, const Rings& rings, int warpgroup) {
+  Consumer own(p, shared, rings, warpgroup);
+  while (true) {
+    own.rings.work.wait();
+    const KeyWork& work = shared.work[own.rings.work.stage];
+    if (work.tile == NO_TILE) break;
+    KeyGradients sums;
+    float dq[DQ_COLUMNS / 2];
+    if (!work.is_hidden) own.visit_queries(work, sums, dq);
+    own.write(work, sums);
+    if (!work.is_hidden) {
+      own.store_dq(dq, own.rings.ds.previous_stage());
+      own.dq_ring.publish_from_warp();
+    }
+    own.rings.work.stage = work.stage;
+    own.rings.work.phase = work.phase;
+    __syncwarp();
+    own.rings.work.release();
+  }
+  own.order.drain();
 }
 
 // backward_sm90 is persistent: each multiprocessor has one block, which takes tile after tile.
