@@ -309,7 +309,7 @@ def backward(
 
 
 def with_dslopes(config: Sm90BackwardConfig) -> Sm90BackwardConfig:
-    """Return the configuration of a kernel that adds up the slopes' gradient, or the same one where none can.
+    """Return the configuration of a kernel that adds up the slopes' gradient, or the same one where it cannot.
 
     That gradient comes from those of scores before softcap's derivative. Beside a rule, and in WIDE beside a bias, the
     weights are multiplied by this derivative before.
@@ -317,9 +317,10 @@ def with_dslopes(config: Sm90BackwardConfig) -> Sm90BackwardConfig:
     others = config.has_score_mod or (config.has_bias and config.entry == WIDE)
     if not config.has_alibi or (config.has_softcap and others):
         return config
-    # A step has the place of the sums, too.
+    # A step has the place of the sums, too, for which there may be no room.
     steps = SMEM_BESIDE_TILES if config.deterministic and config.entry == WIDE else 0
-    return replace(config, writes_dslopes=True, smem_bytes=config.smem_bytes + steps)
+    smem_bytes = config.smem_bytes + steps
+    return replace(config, writes_dslopes=True, smem_bytes=smem_bytes) if smem_bytes <= hardware.SMEM_BYTES else config
 
 
 def _configs(
