@@ -17,7 +17,7 @@ from cuflash.cuda import compile as cuda_compile
 from cuflash.cuda import device as cuda_device
 from cuflash.gpu.kernels import load_kernel, source_of
 from cuflash.hardware import capability_of, smem_limit
-from cuflash.plan import listing, sm90_backward, sm90_forward, sm90_fp8
+from cuflash.plan import listing, sm90_backward_listing, sm90_forward, sm90_fp8
 from cuflash.plan import split as plan_split
 from cuflash.plan.config import KernelConfig
 from cuflash.problem.attention_problem import DTYPES
@@ -86,7 +86,7 @@ def configs(
         tables += [
             sm90_forward.table(),
             sm90_fp8.table(),
-            sm90_backward.table(),
+            sm90_backward_listing.table(),
             plan_split.table(),
             plan_split.gradient_table(),
         ]

@@ -13,8 +13,19 @@ import pytest
 from compiling import ARCHITECTURES
 
 from cuflash.hardware import capability_of, smem_limit
-from cuflash.plan import listing, sm80_backward, sm80_forward, sm80_fp8, sm80_tiles, sm80_times, sm80_wide_tiles
-from cuflash.plan.config import KNOWN_TO_ALL
+from cuflash.plan import (
+    listing,
+    sm80_backward,
+    sm80_forward,
+    sm80_fp8,
+    sm80_tiles,
+    sm80_times,
+    sm80_wide_tiles,
+    sm90_backward,
+    sm90_backward_listing,
+    sm90_backward_tiles,
+)
+from cuflash.plan.config import KNOWN_TO_ALL, OF_RULES
 from cuflash.plan.record import (
     ANY_ONE,
     ANYTHING,
@@ -118,6 +129,23 @@ def test_every_record_of_16_bits_is_a_candidate_of_a_listed_problem() -> None:
     tables: tuple[Any, ...] = sm80_tiles.FORWARD, sm80_tiles.BACKWARD, sm80_tiles.FP8
     tables += sm80_tiles.OF_QUERIES, sm80_tiles.OF_BIAS
     assert [line for table in tables for line in table if line not in found] == []
+
+
+def test_every_tile_of_hoppers_gradients_comes_first_for_a_listed_problem() -> None:
+    found: set[Any] = set()
+
+    def note(*given: Any) -> Any:
+        chosen = candidates(*given)
+        found.update((line.entries, line.head_dim, line.head_dim_v, line.tile) for line in chosen[:1])
+        return chosen
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sm90_backward, "candidates", note)
+        sm90_backward.backward.cache_clear()
+        assert list(sm90_backward_listing.table())
+    table = sm90_backward_tiles.NARROW_TABLE + sm90_backward_tiles.WIDE_TABLE
+    listed = [line for line in table if {*OF_RULES}.isdisjoint(line.takes.needs)]
+    assert {(line.entries, line.head_dim, line.head_dim_v, line.tile) for line in listed} == found
 
 
 def test_every_kind_of_products_has_records_of_every_pass() -> None:
