@@ -17,6 +17,9 @@ BLACKWELL: Capability = (10, 0)  # from here on the compiler gives some kernels 
 # These take registers as options do: addresses or strides that are no multiples of 16 bytes, and a scale that kernels
 # may not multiply by log2(e) in advance.
 UNALIGNED, UNUSUAL_SCALE = "unaligned", "unusual_scale"
+# These are regimes, which a record takes or lacks beside any number of options: additions to dq have a fixed order, or
+# so few queries see a key, in a window, that steps at its ends count.
+IN_ORDER, SHORT = REGIMES = "in_order", "short"
 
 
 @dataclass(frozen=True)
@@ -27,11 +30,14 @@ class Takes:
     most: int  # so many of them beside each other
     least: int = 0  # with fewer, other kernels are faster
     lacks: tuple[str, ...] = ()  # these it cannot take
+    needs: tuple[str, ...] = ()  # it is for problems with all of these
 
     def all_of(self, asked: set[str]) -> bool:
-        """Return True if all of a set of options can be taken at once."""
-        counts = self.least <= len(without_blocks_of_rule(asked)) <= self.most
-        return counts and asked.isdisjoint(self.lacks) and (self.options is None or asked <= {*self.options})
+        """Return True if all of a set of options, and of regimes, can be taken at once."""
+        options = asked.difference(REGIMES)
+        counts = self.least <= len(without_blocks_of_rule(options)) <= self.most
+        fitting = asked.isdisjoint(self.lacks) and asked.issuperset(self.needs)
+        return counts and fitting and (self.options is None or options <= {*self.options})
 
 
 PLAIN = Takes((), 0)

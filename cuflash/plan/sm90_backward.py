@@ -1,13 +1,11 @@
 """The table of Hopper's own backward kernels on 16 bits (wgmma, TMA), and when they run.
 
-`sm90_backward_tiles` chooses a row of tiles by head dims and options; this module makes its kernels' configuration.
+`sm90_backward_tiles` has the records; this module chooses among them and makes their kernels' configurations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any
 
 from cuflash import hardware
@@ -34,20 +32,17 @@ from cuflash.plan.config import (
     with_rules,
     without_window,
 )
+from cuflash.plan.record import IN_ORDER, SHORT, Record, candidates, narrowest
 from cuflash.plan.sm90_backward_tiles import (
-    ARRAYS,
-    BACKWARD,
-    FOR_SHORT_RANGES,
+    BIAS_BY_ELEMENTS,
+    MASK_BY_ELEMENTS,
     NARROW,
+    NARROW_TABLE,
+    SIGNED,
+    TAKEN,
     WIDE,
-    WITH_BIAS_TILES,
-    WITH_ONE_OPTION,
-    WITH_OPTIONS,
-    Sm90BackwardRow,
-    options_of,
-    queries_seen,
-    row_for,
-    smaller_rows,
+    WIDE_TABLE,
+    Sm90BackwardTile,
 )
 from cuflash.plan.sm90_forward import DTYPES, SMEM_BESIDE_TILES, Layout, Sm90Config, has_vectors
 from cuflash.problem.attention_problem import AttentionProblem
@@ -56,16 +51,8 @@ from cuflash.rules.form import NO_RULES
 HANDLES = (*KNOWN_TO_ALL, *OF_RULES)  # the flags that these kernels know
 # ROWS runs before the main kernel and prepares what that loads of each query. DQ runs last and writes dq from sums.
 ROWS, DQ = "backward_sm90_rows", "backward_sm90_dq"
-# Registers of a thread that loads, of one that computes, and of one that computes dq. In WIDE the second number is that
-# for dv, and the warpgroup for dk has the rest.
-_REGISTERS = {NARROW: (24, 240, 0), WIDE: (48, 200, 64)}
-_REGISTERS_WITH_OPTIONS, _REGISTERS_OF_PAIR = (96, 176, 64), (64, 192, 64)
-_REGISTERS_OF_WIDEST = (32, 208, 64)  # the widest head dims with dropout or a mask and another option
-# The widest head dims have these with a bias and another option, and with softcap and dropout.
-_REGISTERS_OF_BIAS, _REGISTERS_OF_CAPPED = (32, 216, 64), (24, 216, 64)
-# The loading warp reads arrays to find hidden keys, and has more registers with several options, and with all three
-# arrays in NARROW.
-_REGISTERS_OF_SEVERAL, _REGISTERS_OF_ARRAYS = {NARROW: (40, 232, 0), WIDE: (64, 208, 64)}, (48, 224, 0)
+_CAPABILITY = 9, 0
+_SHORT = 4096  # most queries that see a key where they are few
 _GROUP_OF_DRAWS = 16  # queries whose random bits are drawn at once
 _EARLY_DRAWS_OF_SPLITS = 3  # groups of them that are drawn early where thread blocks share queries
 # A tile's dq has so many sums where additions have an order, so that an addition waits for the last but one. With a
@@ -73,6 +60,9 @@ _EARLY_DRAWS_OF_SPLITS = 3  # groups of them that are drawn early where thread b
 _DQ_SUMS = 2
 
 _ROW_WARPGROUPS = 7  # computing warpgroups of ROWS and DQ
+# Predicted times are that of a tile's loads, which its rows share, and these of a step, chosen so that records keep
+# their order: the wait for queries, which buffers of them share, and the additions to dq, which a pair shares.
+_WAIT, _ADDITIONS = 1e-3, 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,96 +141,106 @@ class Sm90BackwardConfig(Sm90Config):
         return self.dq_pieces * ROWS_OF_WARPGROUP * self.dq_columns
 
 
-def backward_config(
-    row: Sm90BackwardRow,
-    dtype: str,
-    bias_dtype: str | None,
-    flags: tuple[str, ...],
-    deterministic: bool = False,
-    bias_tiles: bool = False,
-    mask_vectors: bool = False,
-) -> Sm90BackwardConfig:
-    """The configuration of one backward pass.
-
-    `flags` is a subset of `FLAGS`; TMA loads the bias with `bias_tiles`, and a mask is read 16 keys at a time with
-    `mask_vectors`.
-    """
-    row_bytes, row_bytes_v = (whole_rows(HALF_BYTES * d) for d in (row.head_dim, row.head_dim_v))
-    query_bytes = row.query_stages * (row_bytes + FLOAT_BYTES) + row.dout_stages * (row_bytes_v + FLOAT_BYTES)
-    query_bytes += row.ds_stages * row.block_n * HALF_BYTES
-    if row.entry == WIDE:
-        consumers, dq_pieces, dq_columns = 3, -(-row.head_dim // PANEL), PANEL
-        exchanged = row.block_m * row.block_n * FLOAT_BYTES  # warpgroups exchange the weights
+def _buffers(record: Record[Sm90BackwardTile], asked: set[str]) -> dict[str, int]:
+    """Return the buffers and parts of a record's kernel, and its shared memory, by the configuration's fields."""
+    tile, bias_tiles = record.tile, "has_bias" in asked
+    row_bytes, row_bytes_v = (whole_rows(HALF_BYTES * d) for d in (record.head_dim, record.head_dim_v))
+    query_bytes = tile.query_stages * (row_bytes + FLOAT_BYTES) + tile.dout_stages * (row_bytes_v + FLOAT_BYTES)
+    query_bytes += tile.ds_stages * tile.block_n * HALF_BYTES
+    is_wide = WIDE in record.entries
+    if is_wide:
+        consumers, dq_pieces, dq_columns = 3, -(-record.head_dim // PANEL), PANEL
+        exchanged = tile.block_m * tile.block_n * FLOAT_BYTES  # warpgroups exchange the weights
     else:
-        consumers = dq_pieces = row.block_n // ROWS_OF_WARPGROUP
+        consumers = dq_pieces = tile.block_n // ROWS_OF_WARPGROUP
         # Each warpgroup computes dq of queries of its own, or of panels of columns.
-        by_queries = row.block_m > ROWS_OF_WARPGROUP
-        dq_columns = row.head_dim if by_queries else -(-row.head_dim // (consumers * PANEL)) * PANEL
+        by_queries = tile.block_m > ROWS_OF_WARPGROUP
+        dq_columns = record.head_dim if by_queries else -(-record.head_dim // (consumers * PANEL)) * PANEL
         exchanged = dq_pieces * ROWS_OF_WARPGROUP * dq_columns * FLOAT_BYTES
     # The room that is left holds one more tile of keys or, where additions wait for their order, one more part of dq.
-    key_stages = 1 if deterministic or bias_tiles else row.key_stages
-    dq_stages = 2 if row.entry == NARROW and key_stages == 1 and row.query_stages == 2 and not bias_tiles else 1
+    key_stages = 1 if IN_ORDER in asked or bias_tiles else tile.key_stages
+    dq_stages = 1 if is_wide or key_stages > 1 or tile.query_stages > 2 or bias_tiles else 2
     if bias_tiles:
-        query_bytes += row.query_stages * row.block_n * HALF_BYTES
+        query_bytes += tile.query_stages * tile.block_n * HALF_BYTES
     smem_bytes = (
-        row.block_n * (key_stages * row_bytes + row_bytes_v) + row.block_m * query_bytes + dq_stages * exchanged
+        tile.block_n * (key_stages * row_bytes + row_bytes_v) + tile.block_m * query_bytes + dq_stages * exchanged
     )
-    # Wide heads wait for the additions of dq, which a pair halves. A pair needs room for the keys of both thread
-    # blocks, and for gradients of the other's scores. A bias that is read element by element leaves too few registers.
-    pair_bytes = row.block_n * (row_bytes + (row.ds_stages + 1) * row.block_m * HALF_BYTES)
-    pair = 1
-    alone = deterministic or "has_block_mask" in flags or ("has_bias" in flags and not bias_tiles)
-    if row in BACKWARD and row.entry == WIDE and not alone:
-        pair += smem_bytes + pair_bytes + SMEM_BESIDE_TILES <= hardware.SMEM_BYTES
-    smem_bytes += (pair - 1) * pair_bytes
-    smem_bytes += SMEM_BESIDE_TILES * row.query_stages // 2  # each stage has barriers and steps
-    if deterministic and row.entry == WIDE and "has_block_mask" in flags:
+    # A pair needs room for the keys of both thread blocks, and for gradients of the other's scores.
+    smem_bytes += (tile.pair - 1) * tile.block_n * (row_bytes + (tile.ds_stages + 1) * tile.block_m * HALF_BYTES)
+    smem_bytes += SMEM_BESIDE_TILES * tile.query_stages // 2  # each stage has barriers and steps
+    if is_wide and asked >= {IN_ORDER, "has_block_mask"}:
         smem_bytes += SMEM_BESIDE_TILES  # the places in the order, and the mask's slots
-    registers = _REGISTERS_OF_PAIR if pair > 1 else _REGISTERS[row.entry]
-    options = without_window(flags)
-    arrays = options & ARRAYS
-    if (arrays and len(options) > 2) or (row.entry == NARROW and (len(arrays) > 1 or options > {"has_block_mask"})):
-        has_all = row.entry == NARROW and arrays == ARRAYS
-        registers = _REGISTERS_OF_ARRAYS if has_all else _REGISTERS_OF_SEVERAL[row.entry]
-    if options & {*OF_RULES} and row.entry == WIDE:  # the loading warp asks the rules which keys are hidden
-        registers = _REGISTERS_OF_WIDEST if row == BACKWARD[-1] else _REGISTERS_OF_SEVERAL[WIDE]
-    masks_in_order = deterministic and options == {"has_mask", "has_block_mask"}
-    if row == BACKWARD[-1] and len(options) > 1:
-        if "has_bias" in options:
-            registers = _REGISTERS_OF_BIAS
-        elif options >= {"has_softcap", "has_dropout"}:
-            registers = _REGISTERS_OF_CAPPED
-        elif options & {"has_mask", "has_dropout"} and not masks_in_order:
-            registers = _REGISTERS_OF_WIDEST
-    producer_registers, consumer_registers, dq_registers = (
-        _REGISTERS_WITH_OPTIONS if row == WITH_OPTIONS[1] else registers
-    )
-    return Sm90BackwardConfig(
-        dq_stages=dq_stages,
-        dq_pieces=dq_pieces,
-        dq_columns=dq_columns,
-        pair=pair,
-        dq_sums=_DQ_SUMS if deterministic and not flags else 1,
-        consumers=consumers,
-        producer_registers=producer_registers,
-        consumer_registers=consumer_registers,
-        dq_registers=dq_registers,
-        early_draws=_early_draws(row, flags),
+    return {
+        "consumers": consumers,
+        "key_stages": key_stages,
+        "dq_stages": dq_stages,
+        "dq_pieces": dq_pieces,
+        "dq_columns": dq_columns,
+        "smem_bytes": smem_bytes,
+    }
+
+
+def _predicted(record: Record[Sm90BackwardTile]) -> float:
+    tile = record.tile
+    return 1 / tile.block_m + 1 / tile.block_n + _WAIT / tile.query_stages + _ADDITIONS / tile.pair
+
+
+def _asked(problem: AttentionProblem, bias_tiles: bool, mask_vectors: bool) -> set[str]:
+    """Return what of a problem takes registers, or a record of its own."""
+    asked = without_window(flags_of(problem))
+    if "has_bias" in asked and not bias_tiles:
+        asked = asked - {"has_bias"} | {BIAS_BY_ELEMENTS}
+    if "has_mask" in asked and not mask_vectors:
+        asked = asked - {"has_mask"} | {MASK_BY_ELEMENTS}
+    in_window = "has_window" in flags_of(problem)
+    regimes = {IN_ORDER: problem.deterministic, SHORT: in_window and queries_seen(problem) <= _SHORT}
+    return asked | {regime for regime, holds in regimes.items() if holds}
+
+
+def _chosen(
+    problem: AttentionProblem, bias_tiles: bool = False, mask_vectors: bool = True
+) -> tuple[set[str], tuple[Record[Sm90BackwardTile], ...]]:
+    """Return what of a problem takes registers, and its records, where TMA can load the bias and a mask has vectors."""
+    asked = _asked(problem, bias_tiles, mask_vectors)
+    dims = problem.head_dim, problem.head_dim_v
+    if not any(line.takes.all_of(asked) for line in narrowest(TAKEN, *dims)):
+        return asked, ()
+
+    def fits(record: Record[Sm90BackwardTile]) -> bool:
+        signed = WIDE in record.entries and asked >= SIGNED
+        return not signed and _buffers(record, asked)["smem_bytes"] <= hardware.SMEM_BYTES
+
+    lines = [line for table in (NARROW_TABLE, WIDE_TABLE) for line in narrowest(table, *dims)]
+    found = candidates(lines, asked, _CAPABILITY, fits, _predicted)
+    # No tile of the widest head dims leaves room for tiles of a bias.
+    return (asked, found) if found or not bias_tiles else _chosen(problem, False, mask_vectors)
+
+
+def _config_of(
+    record: Record[Sm90BackwardTile], problem: AttentionProblem, asked: set[str], writes_dbias: bool = False
+) -> Sm90BackwardConfig:
+    flags, in_order, is_narrow = flags_of(problem), IN_ORDER in asked, NARROW in record.entries
+    constants = common(Sm90BackwardConfig, problem.dtype, problem.bias_dtype, flags, record, record.tile)
+    constants |= _buffers(record, asked)
+    config = Sm90BackwardConfig(
+        entry=record.entries[0],
+        dq_sums=_DQ_SUMS if in_order and not flags else 1,
+        early_draws=_early_draws(record, flags),
         holds_draws=False,
-        deterministic=deterministic,
-        first_addition_stores=deterministic or row.entry == NARROW,
-        ping_pong=row.entry == NARROW,
+        deterministic=in_order,
+        first_addition_stores=in_order or is_narrow,
+        ping_pong=is_narrow,
         plain_scores=are_products(flags),
-        has_bias_tiles=bias_tiles,
-        has_mask_vectors=mask_vectors,
-        writes_dbias=False,
+        has_bias_tiles="has_bias" in asked,
+        has_mask_vectors="has_mask" in asked,
+        writes_dbias=writes_dbias and is_narrow and "has_bias" in asked,
         writes_dslopes=False,
         wide_results=False,
         adds_results=False,
         splits_queries=False,
-        smem_bytes=smem_bytes,
-        **common(Sm90BackwardConfig, dtype, bias_dtype, flags, replace(row, key_stages=key_stages)),
+        **constants,
     )
+    return with_rules(config, problem)
 
 
 def with_query_splits(config: Sm90BackwardConfig) -> Sm90BackwardConfig:
@@ -253,12 +253,12 @@ def with_query_splits(config: Sm90BackwardConfig) -> Sm90BackwardConfig:
     return replace(config, splits_queries=True, early_draws=early_draws, holds_draws=holds)
 
 
-def _early_draws(row: Sm90BackwardRow, flags: tuple[str, ...]) -> int:
+def _early_draws(record: Record[Sm90BackwardTile], flags: tuple[str, ...]) -> int:
     """Groups of queries whose random bits the registers hold, for `Sm90BackwardConfig.early_draws`."""
-    groups = row.block_m // _GROUP_OF_DRAWS
-    if row.entry == WIDE and row.head_dim > 128 and without_window(flags) > {"has_dropout"}:
+    groups = record.tile.block_m // _GROUP_OF_DRAWS
+    if WIDE in record.entries and record.head_dim > 128 and without_window(flags) > {"has_dropout"}:
         return 0
-    return groups - 2 if row.block_m > ROWS_OF_WARPGROUP and "has_window" in flags else groups
+    return groups - 2 if record.tile.block_m > ROWS_OF_WARPGROUP and "has_window" in flags else groups
 
 
 def obstacle(problem: AttentionProblem) -> str:
@@ -274,7 +274,7 @@ def obstacle(problem: AttentionProblem) -> str:
         return f"rows of head dims {problem.head_dim} and {problem.head_dim_v} are no multiples of {ALIGNMENT} bytes"
     return (
         ""
-        if row_for(problem)
+        if _chosen(problem)[1]
         else f"no kernel for head dims {problem.head_dim}, {problem.head_dim_v} and these options"
     )
 
@@ -298,18 +298,15 @@ def backward(
     in_tiles = problem.bias_dtype in DTYPES and not problem.packed and has_vectors(bias, HALF_BYTES)
     in_tiles = in_tiles and problem.rules.score is None
     in_vectors = has_vectors(mask, 1) and mask is not None and mask[1][-1] % ALIGNMENT == 0
-    configs = tuple(with_rules(config, problem) for config in _configs(problem, in_tiles, in_vectors))
-    first = configs[0]
-    if first.has_mask and not first.has_mask_vectors and first.head_dim <= 128 and len(options_of(problem)) > 1:
-        return ()  # slower than mma.sync
+    asked, found = _chosen(problem, in_tiles, in_vectors)
     writes = _is_whole(problem) and has_vectors(dbias, HALF_BYTES)
     writes = writes and not problem.block_mask and not problem.softcap  # softcap changes ds
-    configs = tuple(replace(c, writes_dbias=writes and c.has_bias_tiles and c.entry == NARROW) for c in configs)
+    configs = tuple(_config_of(record, problem, asked, writes) for record in found)
     return tuple(map(with_dslopes, configs)) if dslopes else configs
 
 
 def with_dslopes(config: Sm90BackwardConfig) -> Sm90BackwardConfig:
-    """Return the configuration of a kernel that adds up the slopes' gradient, or the same one where none can.
+    """Return the configuration of a kernel that adds up the slopes' gradient, or the same one where it cannot.
 
     That gradient comes from those of scores before softcap's derivative. Beside a rule, and in WIDE beside a bias, the
     weights are multiplied by this derivative before.
@@ -317,29 +314,10 @@ def with_dslopes(config: Sm90BackwardConfig) -> Sm90BackwardConfig:
     others = config.has_score_mod or (config.has_bias and config.entry == WIDE)
     if not config.has_alibi or (config.has_softcap and others):
         return config
-    # A step has the place of the sums, too.
+    # A step has the place of the sums, too, for which there may be no room.
     steps = SMEM_BESIDE_TILES if config.deterministic and config.entry == WIDE else 0
-    return replace(config, writes_dslopes=True, smem_bytes=config.smem_bytes + steps)
-
-
-def _configs(
-    problem: AttentionProblem, bias_tiles: bool = False, mask_vectors: bool = False
-) -> tuple[Sm90BackwardConfig, ...]:
-    row = row_for(problem, bias_tiles, mask_vectors)
-    assert row is not None
-    rows = dict.fromkeys((row, *smaller_rows(problem)))
-    return tuple(
-        backward_config(
-            each,
-            problem.dtype,
-            problem.bias_dtype,
-            flags_of(problem),
-            bool(problem.deterministic),
-            bias_tiles and each in WITH_BIAS_TILES,
-            mask_vectors,
-        )
-        for each in rows
-    )
+    smem_bytes = config.smem_bytes + steps
+    return replace(config, writes_dslopes=True, smem_bytes=smem_bytes) if smem_bytes <= hardware.SMEM_BYTES else config
 
 
 def _is_whole(problem: AttentionProblem) -> bool:
@@ -353,61 +331,13 @@ def reason(problem: AttentionProblem) -> str:
     """A sentence for users: the kernels that a backward pass takes on Hopper, and why."""
     if obstacle(problem):
         return f"{sm90_forward.OTHER_GPUS}: {obstacle(problem)}"
-    config = _configs(problem)[0]
+    by_elements = _chosen(problem, mask_vectors=False)
+    asked, found = by_elements if by_elements[1] else _chosen(problem)
+    config = _config_of(found[0], problem, asked)
     return (
         f"wgmma and TMA, tiles of {config.tile}, {config.smem_bytes} bytes of shared memory: {config.flags}; "
         f"{sm90_forward.OTHER_GPUS} where an address or a stride of an input is no multiple of 16 bytes"
     )
-
-
-def table() -> Iterator[tuple[Sm90BackwardConfig, str]]:
-    """Every kernel with its dtype, ROWS and DQ included."""
-    around: dict[Sm90BackwardConfig, str] = {}
-    for config, dtype in dict.fromkeys(_of_scores()):
-        yield config, dtype
-        around |= {replace(config.of_rows, entry=entry): dtype for entry in (ROWS, DQ)}
-    yield from around.items()
-
-
-def _of_scores() -> Iterator[tuple[Sm90BackwardConfig, str]]:
-    for row, dtype in product(BACKWARD, DTYPES):
-        for flags, deterministic in product(((), ("has_window",)), (False, True)):
-            yield backward_config(row, dtype, None, flags, deterministic), dtype
-    for row, dtype in product(BACKWARD, DTYPES):
-        for flags in ((), ("has_dropout",), ("has_window", "has_dropout")):
-            yield with_query_splits(backward_config(row, dtype, None, flags)), dtype
-        yield with_query_splits(backward_config(row, dtype, None, ("has_window",), deterministic=True)), dtype
-    for row, dtype in product(BACKWARD, DTYPES):
-        for flags in (("has_dropout",), ("has_window", "has_dropout")):
-            yield backward_config(row, dtype, None, flags), dtype
-        for deterministic in (False, True):
-            config = backward_config(row, dtype, None, ("has_window", "has_alibi"), deterministic)
-            yield with_dslopes(config), dtype
-    for row, dtype in product(FOR_SHORT_RANGES, DTYPES):
-        for flags in (("has_window",), ("has_window", "has_block_mask"), ("has_window", "has_dropout")):
-            yield backward_config(row, dtype, None, flags), dtype
-    for row, dtype, deterministic in product(WITH_ONE_OPTION, DTYPES, (False, True)):
-        if row in WITH_BIAS_TILES:
-            config = backward_config(row, dtype, None, ("has_window", "has_bias"), deterministic, bias_tiles=True)
-            yield replace(config, writes_dbias=row.entry == NARROW), dtype
-        yield backward_config(row, dtype, None, ("has_window", "has_softcap"), deterministic), dtype
-        if deterministic:
-            yield backward_config(row, dtype, None, ("has_window", "has_block_mask"), True), dtype
-        else:
-            yield backward_config(row, dtype, None, ("has_window", "has_mask"), mask_vectors=True), dtype
-    for row, dtype in product(WITH_OPTIONS, DTYPES):
-        for options in (("has_softcap", "has_alibi", "has_dropout"), ("has_bias",), ("has_mask",)):
-            yield with_dslopes(backward_config(row, dtype, None, ("has_window", *options))), dtype
-        in_tiles = row in WITH_BIAS_TILES
-        yield backward_config(row, dtype, None, ("has_window", "has_softcap", "has_bias"), bias_tiles=in_tiles), dtype
-        if in_tiles:
-            arrays = "has_window", "has_bias", "has_mask", "has_block_mask"
-            yield backward_config(row, dtype, None, arrays, bias_tiles=True, mask_vectors=True), dtype
-    for row, dtype, deterministic in product(WITH_OPTIONS, DTYPES, (False, True)):
-        blocks = "has_window", "has_block_mask", "has_dropout" if row == BACKWARD[-1] else "has_bias"
-        yield backward_config(row, dtype, None, blocks, deterministic, row in WITH_BIAS_TILES), dtype
-        masks = "has_window", "has_mask", "has_dropout"
-        yield backward_config(row, dtype, None, masks, deterministic, mask_vectors=True), dtype
 
 
 def num_grouped_heads(problem: AttentionProblem) -> int:
@@ -424,3 +354,9 @@ def last_heads(problem: AttentionProblem, config: Sm90BackwardConfig) -> int:
         return num_grouped_heads(problem)
     # All tiles have one length in a narrow window, so that one head suffices.
     return 1 if 4 * queries_seen(problem) <= problem.seqlen_q else max(num_grouped_heads(problem), 8)
+
+
+def queries_seen(problem: AttentionProblem) -> int:
+    """Return the number of queries that see one key."""
+    left, right = problem.window_left, problem.window_right
+    return problem.seqlen_q if left is None or right is None else min(left + right + 1, problem.seqlen_q)

@@ -1,123 +1,159 @@
-"""Tiles of Hopper's backward kernels on 16 bits, and the choice of a row by the registers that options leave."""
+"""Records of Hopper's backward kernels on 16 bits: tiles and registers by head dims, options and regimes. Data only."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from cuflash.plan.config import OF_RULES, flags_of, without_blocks_of_rule, without_window
-from cuflash.problem.attention_problem import AttentionProblem
+from cuflash.plan.config import OF_RULES
+from cuflash.plan.record import ANYTHING, IN_ORDER, SHORT, Record, Takes, one_of, records
 
 # Computing warpgroups of NARROW have 64 keys each. The warpgroups of WIDE, which is for wide heads, share 64 keys, of
 # which they compute dv, dk and dq.
 NARROW, WIDE = "backward_sm90", "backward_sm90_wide"
-_SHORT = 4096  # most queries that see a key where they are few
+# A bias that TMA cannot load, and a mask without vectors of 16 keys, are options of their own.
+BIAS_BY_ELEMENTS, MASK_BY_ELEMENTS = "bias_by_elements", "mask_by_elements"
 
 
 @dataclass(frozen=True)
-class Sm90BackwardRow:
-    """The tile for head dims up to these, and its buffers."""
+class Sm90BackwardTile:
+    """A tile, its buffers, and the registers of a thread of each role."""
 
-    entry: str  # NARROW or WIDE
-    head_dim: int  # widest q and k
-    head_dim_v: int  # widest v
     block_m: int  # queries of a tile
     block_n: int  # keys of a tile
     query_stages: int  # buffers of queries
     dout_stages: int  # buffers of dout
     ds_stages: int  # buffers of the scores' gradients
+    producer_registers: int  # of a thread that loads
+    consumer_registers: int  # of one that computes; in WIDE of one for dv, and the warpgroup for dk has the rest
+    dq_registers: int = 0  # of one that computes dq, where a warpgroup does nothing else
     key_stages: int = 1  # buffers of keys; values have one
-
-    def holds(self, problem: AttentionProblem) -> bool:
-        """Return True if the row is wide enough for a problem."""
-        return problem.head_dim <= self.head_dim and problem.head_dim_v <= self.head_dim_v
+    pair: int = 1  # thread blocks of a cluster that alternate in computing dq
 
 
-# The first row is taken that is wide enough. Its numbers are head dims, block_m, block_n, stages of q, dout, ds, keys.
-BACKWARD = (
-    Sm90BackwardRow(NARROW, 64, 64, 128, 128, 2, 2, 2),
-    Sm90BackwardRow(NARROW, 96, 96, 64, 128, 2, 2, 2, 2),
-    Sm90BackwardRow(NARROW, 128, 128, 64, 128, 2, 2, 2, 2),
-    Sm90BackwardRow(WIDE, 192, 128, 64, 64, 2, 2, 2),
-    Sm90BackwardRow(WIDE, 192, 192, 64, 64, 2, 2, 2),
-    Sm90BackwardRow(WIDE, 256, 256, 64, 64, 2, 2, 2),
+Records = tuple[Record[Sm90BackwardTile], ...]
+_HALF = "half"
+_SOFTCAP, _ALIBI, _DROPOUT, _BLOCKS = "has_softcap", "has_alibi", "has_dropout", "has_block_mask"
+_BLOCKS_OF_RULE = "has_mask_mod", _BLOCKS
+_BIAS, _MASK = ("has_bias", BIAS_BY_ELEMENTS), ("has_mask", MASK_BY_ELEMENTS)
+_WITHOUT_ARRAYS = Takes((_SOFTCAP, _ALIBI, _DROPOUT), 3)
+_RULED = tuple(replace(ANYTHING, needs=(rule,)) for rule in OF_RULES)
+
+
+def _lines(tile: Sm90BackwardTile, *takes: Takes) -> Records:
+    return tuple(Record(tile, each) for each in takes)
+
+
+def _without(*options: str, needs: tuple[str, ...] = ()) -> Takes:
+    return replace(ANYTHING, lacks=options, needs=needs)
+
+
+def _free(*options: str) -> Takes:
+    """Return what takes one of the options where additions to dq have no order, which would take its registers."""
+    return replace(one_of(*options), lacks=(IN_ORDER,))
+
+
+# Sets of options for which there are registers at all, by head dims; the compiler tells which of them suffice beside
+# users' own rules. With head dims up to 128, a mask that is read by elements comes alone, as beside another option the
+# kernels by mma.sync are faster.
+_BESIDE_BIAS = Takes(None, 3, lacks=(*_MASK, _DROPOUT))
+_NARROW_TAKEN = (
+    one_of(MASK_BY_ELEMENTS),
+    _without(*_BIAS, MASK_BY_ELEMENTS),
+    _BESIDE_BIAS,
+    *(replace(takes, lacks=(MASK_BY_ELEMENTS,)) for takes in _RULED),
 )
-
-# These rows are for softcap, a bias that TMA loads, or a mask that is read in vectors. The mask needs too many
-# registers where additions to dq have an order.
-_FEW_QUERIES = Sm90BackwardRow(NARROW, 64, 64, 64, 128, 2, 2, 2)
-WITH_ONE_OPTION = (_FEW_QUERIES, *BACKWARD[1:])
-# These rows are for options that take registers.
-WITH_OPTIONS = (_FEW_QUERIES, Sm90BackwardRow(WIDE, 128, 128, 64, 64, 2, 2, 2), *BACKWARD[3:])
-WITH_BIAS_TILES = (*WITH_ONE_OPTION[:-1], WITH_OPTIONS[1])  # rows with room for tiles of a bias
-# These rows are for keys that few queries see. There is a third tile of queries, because the queries that a block mask
-# picks come from farther away and half-hidden steps are skipped.
-FOR_SHORT_RANGES = (*BACKWARD[:2], Sm90BackwardRow(NARROW, 128, 128, 64, 128, 3, 3, 2), *BACKWARD[3:])
-ARRAYS = {"has_bias", "has_mask", "has_block_mask"}
-
-
-def options_of(problem: AttentionProblem) -> set[str]:
-    """Return the flags of a problem but the window's."""
-    return without_window(flags_of(problem))
-
-
-def row_for(problem: AttentionProblem, bias_tiles: bool = False, mask_vectors: bool = False) -> Sm90BackwardRow | None:
-    """Choose the row whose registers suffice for a problem's options, or None."""
-    options = options_of(problem)
-    if options & {*OF_RULES}:
-        return next(iter(_rows_for_rules(problem, options)), None)
-    rows: tuple[Sm90BackwardRow, ...] = WITH_OPTIONS
-    # Registers hold no random bits where the additions to dq have an order.
-    drops = options == {"has_dropout"} and not problem.deterministic
-    if (drops or not (options or problem.deterministic)) and _has_short_ranges(problem):
-        rows = FOR_SHORT_RANGES
-    elif options <= {"has_alibi"} or drops:
-        rows = BACKWARD
-    elif options == {"has_block_mask"}:
-        rows = WITH_ONE_OPTION if problem.deterministic else FOR_SHORT_RANGES
-    elif (
-        options == {"has_softcap"}
-        or (options == {"has_bias"} and bias_tiles)
-        or (options == {"has_mask"} and mask_vectors and not problem.deterministic)
-    ):
-        rows = WITH_ONE_OPTION
-    # There are too few registers for the options that remain.
-    if "has_bias" in options:
-        capped = "has_softcap" in options and options & {"has_mask", "has_dropout"}
-        dropped = "has_dropout" in options and options & {"has_mask", "has_alibi"}
-        if len(options) > 3 or capped or (dropped and not bias_tiles and rows[0].holds(problem)):
-            return None
-    bias_and_blocks = {"has_bias", "has_block_mask"} <= options
-    if (options & ARRAYS and len(options) > 2) or (problem.deterministic and bias_and_blocks):
-        rows = rows[:-1]
-    return next((r for r in rows if r.holds(problem)), None)
+TAKEN: tuple[Record[None], ...] = tuple(
+    record
+    for d, sets in (
+        (64, (
+            *_NARROW_TAKEN,
+            Takes(None, 3, lacks=(MASK_BY_ELEMENTS, _SOFTCAP, _DROPOUT)),
+            Takes(None, 3, lacks=(*_MASK, _SOFTCAP, _ALIBI)),
+        )),
+        (128, (*_NARROW_TAKEN, Takes(None, 3, lacks=(MASK_BY_ELEMENTS, _SOFTCAP)))),
+        (192, (_without(*_BIAS), _BESIDE_BIAS, Takes(None, 3, lacks=(_SOFTCAP,)), *_RULED)),
+        (256, (
+            *(Takes(None, 2, lacks=lacks) for lacks in (_BIAS, (_BLOCKS,), (IN_ORDER,))),
+            _WITHOUT_ARRAYS,
+            *_RULED,
+        )),
+    )
+    for record in records((), _HALF, (d, d), *(Record(None, takes) for takes in sets))
+)  # fmt: skip
 
 
-def smaller_rows(problem: AttentionProblem) -> list[Sm90BackwardRow]:
-    """Return the rows that a problem can take where the threads of `row_for`'s would spill registers."""
-    options = options_of(problem)
-    if options & {*OF_RULES}:
-        return _rows_for_rules(problem, options)[1:]
-    return [row for row in WITH_OPTIONS if row.holds(problem)]
+def _with_registers(tile: Sm90BackwardTile, producer: int, consumer: int) -> Sm90BackwardTile:
+    return replace(tile, producer_registers=producer, consumer_registers=consumer)
 
 
-def _rows_for_rules(problem: AttentionProblem, options: set[str]) -> list[Sm90BackwardRow]:
-    """Return the rows that a problem with users' own rules can take, the fastest first.
-
-    WIDE hands on a weight times the rule's derivative, whose sign would say that dropout drops it.
-    """
-    with_others = WITH_ONE_OPTION, WITH_OPTIONS, WITH_OPTIONS[1:]
-    tables = with_others if len(without_blocks_of_rule(options)) > 1 else (BACKWARD, *with_others)
-    wide = not options >= {"has_score_mod", "has_dropout"}
-    first = (next((r for r in rows if r.holds(problem) and (wide or r.entry == NARROW)), None) for rows in tables)
-    return [*dict.fromkeys(row for row in first if row is not None)]
-
-
-def _has_short_ranges(problem: AttentionProblem) -> bool:
-    """Return True if so few queries see a key, in a window, that steps at its ends count."""
-    return "has_window" in flags_of(problem) and queries_seen(problem) <= _SHORT
+def _with_options(tile: Sm90BackwardTile, *needs: str) -> Records:
+    """Return records of NARROW for any options, whose loading warp reads arrays to find hidden keys."""
+    arrays = *_BIAS, *_MASK, _BLOCKS
+    few = (Takes(None, 2, lacks=(*other, _BLOCKS), needs=needs) for other in (_BIAS, _MASK))
+    several = (_without(*other, needs=needs) for other in (_BIAS, _MASK, (_BLOCKS,)))
+    return (
+        *_lines(tile, _without(*arrays, needs=needs), *few),
+        *_lines(_with_registers(tile, 40, 232), *several),
+        Record(_with_registers(tile, 48, 224), replace(ANYTHING, needs=needs)),
+    )
 
 
-def queries_seen(problem: AttentionProblem) -> int:
-    """Return the number of queries that see one key."""
-    left, right = problem.window_left, problem.window_right
-    return problem.seqlen_q if left is None or right is None else min(left + right + 1, problem.seqlen_q)
+_LARGE = Sm90BackwardTile(128, 128, 2, 2, 2, 24, 240)
+_FEW_QUERIES = replace(_LARGE, block_m=64)
+_TWO_OF_KEYS = replace(_FEW_QUERIES, key_stages=2)
+# There is a third tile of queries where a block mask picks them, from farther away, and where half-hidden steps count.
+_THREE_OF_QUERIES = replace(_FEW_QUERIES, query_stages=3, dout_stages=3)
+_OF_96: Records = (
+    *_lines(_TWO_OF_KEYS, one_of(_SOFTCAP, "has_bias", _ALIBI, _BLOCKS), _free("has_mask", _DROPOUT)),
+    *(record for rule in OF_RULES for record in _with_options(_TWO_OF_KEYS, rule)),
+)
+NARROW_TABLE: Records = (
+    *records(
+        (NARROW,), _HALF, (64, 64),
+        *_lines(_LARGE, one_of(_ALIBI, *OF_RULES), _free(_DROPOUT, _BLOCKS)),
+        Record(_with_registers(_LARGE, 40, 232), Takes(_BLOCKS_OF_RULE, 1, needs=_BLOCKS_OF_RULE)),
+        Record(_FEW_QUERIES, one_of(_BLOCKS)),
+        *_with_options(_FEW_QUERIES),
+    ),
+    *records((NARROW,), _HALF, (96, 96), *_OF_96),
+    *records(
+        (NARROW,), _HALF, (128, 128),
+        Record(_THREE_OF_QUERIES, replace(_free(_DROPOUT), needs=(SHORT,))),
+        Record(_THREE_OF_QUERIES, replace(_free(_BLOCKS), least=1)),
+        *_OF_96,
+    ),
+)  # fmt: skip
+_64X64 = Sm90BackwardTile(64, 64, 2, 2, 2, 48, 200, 64)
+_SEVERAL = _with_registers(_64X64, 64, 208)
+# Wide heads wait for the additions of dq, which a pair halves. These leave it too few registers, or have no pairs.
+_UNPAIRED = IN_ORDER, _BLOCKS, BIAS_BY_ELEMENTS
+_OF_192: Records = (
+    *_lines(
+        _with_registers(replace(_64X64, pair=2), 64, 192),
+        Takes(None, 2, lacks=(*_UNPAIRED, *OF_RULES)),
+        replace(_WITHOUT_ARRAYS, lacks=_UNPAIRED),
+    ),
+    Record(replace(_SEVERAL, pair=2), _without(*_UNPAIRED)),
+    *_lines(_64X64, Takes(None, 2, lacks=OF_RULES), _WITHOUT_ARRAYS),
+    Record(_SEVERAL),
+)
+# WIDE cannot take these together: its warpgroups exchange weights whose sign says what dropout dropped, and a weight
+# times a rule's derivative has a sign of its own.
+SIGNED = {"has_score_mod", _DROPOUT}
+WIDE_TABLE: Records = (
+    *records((WIDE,), _HALF, (128, 128), Record(_with_registers(_64X64, 96, 176))),
+    *records((WIDE,), _HALF, (192, 128), *_OF_192),
+    *records((WIDE,), _HALF, (192, 192), *_OF_192),
+    *records(
+        (WIDE,), _HALF, (256, 256),
+        *_lines(
+            _64X64,
+            Takes(None, 1, lacks=OF_RULES),
+            Takes((_SOFTCAP, _ALIBI, _BLOCKS), 2),
+            Takes((*_MASK, _BLOCKS), 2, needs=(IN_ORDER,)),
+        ),
+        *_lines(_with_registers(_64X64, 32, 208), _without(*_BIAS, _SOFTCAP), _without(*_BIAS, _DROPOUT)),
+        Record(_with_registers(_64X64, 24, 216), _without(*_BIAS)),
+        Record(_with_registers(_64X64, 32, 216)),
+    ),
+)  # fmt: skip

@@ -17,7 +17,7 @@ from cuflash.cuda import compile as cuda_compile
 from cuflash.cuda import device as cuda_device
 from cuflash.gpu.kernels import load_kernel, source_of
 from cuflash.hardware import capability_of, smem_limit
-from cuflash.plan import listing, sm90_backward, sm90_fp8, sm90_listing
+from cuflash.plan import listing, sm90_backward_listing, sm90_forward_listing, sm90_fp8
 from cuflash.plan import split as plan_split
 from cuflash.plan.config import KernelConfig
 from cuflash.problem.attention_problem import DTYPES
@@ -84,9 +84,9 @@ def configs(
     tables: list[Iterator[tuple[KernelConfig, str]]] = []
     if has_wgmma:
         tables += [
-            sm90_listing.table(),
+            sm90_forward_listing.table(),
             sm90_fp8.table(),
-            sm90_backward.table(),
+            sm90_backward_listing.table(),
             plan_split.table(),
             plan_split.gradient_table(),
         ]

@@ -17,7 +17,7 @@ from cpu_device import hook
 from cpu_device.device import SMEM_LIMITS, Check, CpuDevice
 from devices import Device
 
-from cuflash.plan import listing, sm90_backward, sm90_forward, sm90_listing
+from cuflash.plan import listing, sm90_backward, sm90_backward_listing, sm90_forward, sm90_forward_listing
 from cuflash.plan import split as plan_split
 from cuflash.plan.config import KernelConfig
 
@@ -47,7 +47,12 @@ def all_rows() -> Iterator[Row]:
         ]
         tables += [(capability, False, listing.kernels(family(capability, limit))) for family in mma]
         if capability == (9, 0):
-            hopper = sm90_listing.table, sm90_backward.table, plan_split.table, plan_split.gradient_table
+            hopper = (
+                sm90_forward_listing.table,
+                sm90_backward_listing.table,
+                plan_split.table,
+                plan_split.gradient_table,
+            )
             tables += [(capability, True, table()) for table in hopper]
         for own, has_wgmma, table in tables:
             for (config, dtype), *_ in rows.rows_of(table):

@@ -13,7 +13,14 @@ from cuflash import cuda_src, hardware
 from cuflash.cuda import compile as cuda_compile
 from cuflash.cuda import source
 from cuflash.gpu import kernels
-from cuflash.plan import entries, listing, sm90_backward, sm90_fp8, sm90_listing, split
+from cuflash.plan import (
+    entries,
+    listing,
+    sm90_backward_listing,
+    sm90_forward_listing,
+    sm90_fp8,
+    split,
+)
 from cuflash.plan.config import KernelConfig
 from cuflash.plan.portable_tiles import OPERAND_ENTRIES
 
@@ -26,7 +33,7 @@ def configs() -> Iterator[KernelConfig]:
     place = hardware.capability_of(compiling.HOPPER), hardware.smem_limit(compiling.HOPPER)
     found: dict[str, KernelConfig] = {}
     codes = listing.kernels(listing.of_fp8(*place))
-    tables = sm90_listing.table(), sm90_backward.table(), sm90_fp8.table(), split.table(), codes
+    tables = sm90_forward_listing.table(), sm90_backward_listing.table(), sm90_fp8.table(), split.table(), codes
     for config in (*(x for table in tables for x, _ in table), *compiling.tables_of(compiling.HOPPER)):
         found.setdefault(config.entry, config)
     yield from found.values()

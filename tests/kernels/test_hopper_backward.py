@@ -15,7 +15,7 @@ import cuflash
 from cuflash import hardware
 from cuflash.gpu import launch
 from cuflash.gpu import sm90 as gpu_sm90
-from cuflash.plan import sm90_backward, sm90_backward_tiles, sm90_query_splits
+from cuflash.plan import sm90_backward, sm90_backward_listing, sm90_backward_tiles, sm90_query_splits
 from cuflash.problem.attention_problem import AttentionProblem
 
 Array = np.ndarray[Any, Any]
@@ -172,7 +172,7 @@ def test_training_shapes_keep_their_queries_whole() -> None:
         for seqlen in (512, 1024, 2048, 4096, 8192, 16384):
             sizes = (16384 // seqlen, seqlen, seqlen, heads, heads, head_dim, head_dim)
             problem = AttentionProblem(*sizes, "bfloat16", softmax_scale=head_dim**-0.5)
-            config = sm90_backward._configs(problem)[0]
+            config = sm90_backward.backward(problem, ())[0]
             assert sm90_query_splits.splits_of(problem, config, 132) == sm90_query_splits.WHOLE_QUERIES
 
 
@@ -406,8 +406,8 @@ def test_padding_far_behind_packed_queries(deterministic: bool, tail: int) -> No
 
 
 @needs_compiler
-@pytest.mark.parametrize("entry", sorted({config.entry for config, _ in sm90_backward.table()}))
+@pytest.mark.parametrize("entry", sorted({config.entry for config, _ in sm90_backward_listing.table()}))
 def test_every_row_compiles_without_spills(entry: str) -> None:
-    configs = [c for c, dtype in sm90_backward.table() if c.entry == entry and dtype == "bfloat16"]
+    configs = [c for c, dtype in sm90_backward_listing.table() if c.entry == entry and dtype == "bfloat16"]
     for config in compiled(HOPPER, configs):
         assert_compiles_well(HOPPER, config)

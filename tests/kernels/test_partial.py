@@ -21,7 +21,7 @@ from cuflash.frontend import metadata
 from cuflash.frontend.partial import Part, sees_anything, sees_everything, window_of_part
 from cuflash.plan import listing, sm90_backward, sm90_forward
 from cuflash.plan import portable as plan_portable
-from cuflash.plan.sm90_backward_tiles import BACKWARD
+from cuflash.plan.sm90_backward_tiles import NARROW_TABLE, WIDE_TABLE
 from cuflash.plan.sm90_tiles import HEAD_DIMS
 from cuflash.problem.attention_problem import Place
 from cuflash.problem.options import Options
@@ -227,9 +227,10 @@ def wide_kernels() -> list[Any]:
         for flags in ((), ("has_window",), ("has_window", "has_softcap")):
             problem = replace(listing.problem_of("bfloat16", *head_dims, flags), seqlen_k=512)
             found.append(sm90_forward.wide_config(problem, sm90_forward.config_for(problem)))
-    for keys, adds in product(BACKWARD, (False, True)):
-        gradients = sm90_backward.backward_config(keys, "bfloat16", None, ("has_window",))
-        gradients = replace(gradients, wide_results=True, adds_results=adds)
+    dims = dict.fromkeys((x.head_dim, x.head_dim_v) for x in NARROW_TABLE + WIDE_TABLE)
+    for (head_dim, head_dim_v), adds in product(dims, (False, True)):
+        problem = replace(listing.problem_of("bfloat16", head_dim, head_dim_v, ("has_window",)), seqlen_q=8192)
+        gradients = replace(sm90_backward.backward(problem, ())[0], wide_results=True, adds_results=adds)
         found += [gradients, replace(gradients.of_rows, entry=sm90_backward.DQ)]
     return found
 

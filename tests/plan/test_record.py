@@ -22,11 +22,14 @@ from cuflash.plan import (
     sm80_tiles,
     sm80_times,
     sm80_wide_tiles,
+    sm90_backward,
+    sm90_backward_listing,
+    sm90_backward_tiles,
     sm90_forward,
-    sm90_listing,
+    sm90_forward_listing,
     sm90_tiles,
 )
-from cuflash.plan.config import KNOWN_TO_ALL
+from cuflash.plan.config import KNOWN_TO_ALL, OF_RULES
 from cuflash.plan.record import (
     ANY_ONE,
     ANYTHING,
@@ -143,13 +146,30 @@ def test_every_record_of_hoppers_forward_pass_is_the_first_of_a_listed_problem()
 
     taken = sm90_forward.taken
     with mock.patch.object(sm90_forward, "taken", note):
-        copies = any(config.copies_rows for config, _ in sm90_listing.table())
+        copies = any(config.copies_rows for config, _ in sm90_forward_listing.table())
     assert copies
     for head_dims in sm90_tiles.HEAD_DIMS:
         lines = narrowest(sm90_tiles.FORWARD, *head_dims)
         general = lines[: [line.takes for line in lines].index(ANYTHING) + 1]
         assert [line for line in general if line not in found and sm90_tiles.COPIED_ROWS not in line.where] == []
         assert {line.takes for line in lines[len(general) :]} <= {ANYTHING}
+
+
+def test_every_tile_of_hoppers_gradients_comes_first_for_a_listed_problem() -> None:
+    found: set[Any] = set()
+
+    def note(*given: Any) -> Any:
+        chosen = candidates(*given)
+        found.update((line.entries, line.head_dim, line.head_dim_v, line.tile) for line in chosen[:1])
+        return chosen
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sm90_backward, "candidates", note)
+        sm90_backward.backward.cache_clear()
+        assert list(sm90_backward_listing.table())
+    table = sm90_backward_tiles.NARROW_TABLE + sm90_backward_tiles.WIDE_TABLE
+    listed = [line for line in table if {*OF_RULES}.isdisjoint(line.takes.needs)]
+    assert {(line.entries, line.head_dim, line.head_dim_v, line.tile) for line in listed} == found
 
 
 def test_every_kind_of_products_has_records_of_every_pass() -> None:

@@ -16,7 +16,7 @@ import tiers
 from cuflash import hardware
 from cuflash.cuda import compile as cuda_compile
 from cuflash.gpu import kernels as gpu_kernels
-from cuflash.plan import listing, sm80_forward
+from cuflash.plan import listing, sm80_forward, sm90_backward_listing
 from cuflash.plan.config import KernelConfig
 
 ARCHITECTURES = (
@@ -74,7 +74,8 @@ def tables_of(arch: str) -> list[KernelConfig]:
 def later_of(arch: str) -> dict[KernelConfig, list[tuple[KernelConfig, ...]]]:
     """Return the candidates that run where a kernel of the first ones spills, by kernel."""
     found: dict[KernelConfig, list[tuple[KernelConfig, ...]]] = {}
-    for own in listing.of_any_gpu(hardware.capability_of(arch), hardware.smem_limit(arch)):
+    of_hopper = sm90_backward_listing.passes() if arch == HOPPER else ()
+    for own in chain(listing.of_any_gpu(hardware.capability_of(arch), hardware.smem_limit(arch)), of_hopper):
         for kernel in own.candidates[0]:
             found.setdefault(kernel, [*own.candidates[1:]])
     return found

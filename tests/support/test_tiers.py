@@ -16,7 +16,7 @@ from cases import DTYPES, Case
 from hypothesis import given
 from strategies import OPTIONS, cases, examples
 
-from cuflash.plan import listing, sm90_backward, sm90_listing
+from cuflash.plan import listing, sm90_backward, sm90_backward_listing, sm90_forward_listing
 from cuflash.plan import split as plan_split
 
 SUPPORT = Path(tiers.__file__).parent
@@ -81,7 +81,7 @@ def test_the_quick_tier_runs_every_family_with_its_dtypes_and_options(both: tupl
     tables: list[Any] = [
         *listing.kernels(listing.of_portable(HOPPER_SMEM)),
         *(pair for family in OF_ROWS for pair in listing.kernels(family((9, 0), HOPPER_SMEM))),
-        *(pair for table in (sm90_listing.table, sm90_backward.table) for pair in table()),
+        *(pair for table in (sm90_forward_listing.table, sm90_backward_listing.table) for pair in table()),
         *(pair for table in (plan_split.table, plan_split.gradient_table) for pair in table()),
     ]
     companions = sm90_backward.ROWS, sm90_backward.DQ
