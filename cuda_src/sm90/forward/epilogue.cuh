@@ -131,3 +131,47 @@ DEVICE void write_part(const AttentionParams& p, const SplitWork& work, const Ow
     }
   }
 }
+
+// write_lse() writes lse of the warp's 16 rows. Each of a row's four lanes has it, and one of them writes.
+DEVICE void write_lse(const AttentionParams& p, const TileMessage& work, const OwnRows& own, int row, i64 batch,
+                      const float (&lse)[2]) {
+  const Sequence& s = work.sequence;
+  if constexpr (PACKS_HEADS) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const int i = own.queries[r];
+      if (lane() % 4 == r && i < s.rows_q)
+        *p.lse.at(batch, s.row_q + i, own.heads[r]) = i < s.len_q ? lse[r] : -infinity();
+    }
+  } else if (lane() % 4 < 2) {
+    const int i = row + 8 * (lane() % 4);
+    const float own_lse = lane() % 4 == 0 ? lse[0] : lse[1];
+    if (i >= work.first_row() && i < s.rows_q)
+      *p.lse.at(batch, s.row_q + i, work.head) = i < s.len_q ? own_lse : -infinity();
+  }
+}
+
+// write_tile() is the epilogue: it normalises O by `inverse` and writes it with lse, or as this split's or this chunk's
+// part of both.
+DEVICE void write_tile(const AttentionParams& p, const ptx::TensorMap* out_map, const ptx::TensorMap* row_map,
+                       const TileMessage& work, const TileRows& rows, const OwnRows& own, int row,
+                       const float (&out)[HEAD_DIM_V / 2], float (&inverse)[2], const float (&lse)[2], u32 staging) {
+  rescale_kept(p, inverse);
+  if constexpr (SPLITS_KEYS) {
+    write_split(p, work, own, row, out, inverse, lse);
+  } else if (work.part() != WHOLE) {
+    write_part(p, work, own, row, out, inverse, lse);
+  } else {
+    const Sequence& s = work.sequence;
+    const i64 batch = batch_of(p, s);
+    if constexpr (STAGING_PANELS > 0) {
+      store_rows(p, out_map, row_map, work, rows, own, out, inverse, staging);
+    } else if constexpr (PACKS_HEADS) {
+      write_rows(p, work, own, out, inverse);
+    } else {
+      write_fragment(p.out.at(batch, s.row_q, work.head), p.out.row_stride, row, s.len_q, s.rows_q, p.head_dim_v, out,
+                     inverse);
+    }
+    write_lse(p, work, own, row, batch, lse);
+  }
+}

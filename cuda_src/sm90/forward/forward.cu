@@ -34,6 +34,13 @@ DEVICE void clear_rows_of_nobody(const AttentionParams& p, SharedStorage& shared
   ptx::fence_async_shared();
 }
 
+// Position is where a tile of keys stands in a run of them: ANY is a copy of a step for all positions.
+enum class Position { FIRST, LATER, ANY };
+template <Position POSITION>
+struct At {
+  static constexpr Position VALUE = POSITION;
+};
+
 // consume() is a consumer warpgroup: it computes 64 rows of every tile that it is handed. Its loop over the keys issues
 // the next scores before the product of the last weights and values (FlashAttention-3, Algorithm 2), and the warpgroups
 // take the tensor cores in an order (ping-pong), so that exponentials run while products are computed.
@@ -205,37 +212,20 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings
         ptx::wgmma_wait_group<0>();
         keep(out);
       };
-      // step() is the main loop's body: it computes the scores of the next tile of keys while the tensor cores also
-      // multiply the last weights with their values, if there are any (`first`: there are none).
-      const auto step = [&](bool masked, bool first) {
-        float x[BLOCK_N / 2], shift[2] = {0, 0};  // S, then P: the thread's fragment of (64, BLOCK_N)
-        const int first_key = blocks.block * BLOCK_N;
-        // 1. Wait for the keys, and for this warpgroup's place in the order.
-        if (masked) scores.fetch(bits, slots());
-        if constexpr (!HAS_BLOCK_MASK) rings.k.wait();  // with a block mask, take() has waited already
-        order.wait();
-        // 2. Start S = Q K^T of this tile.
-        multiply(x, first_key, masked);
-        // 3. Start O += P V of the tile before.
-        if (first) {
-          ptx::wgmma_fence();
-          ptx::wgmma_commit_group();  // an empty group, so that the waits below count the same
-        } else {
-          rings.v.wait();
-          add_product<BLOCK_N>(out, weights, rings.v.buffer());
-        }
-        // 4. Pass the order on; masks and random bits are prepared while the products are computed.
-        order.arrive();
-        prepare(first_key, masked);
-        slope.leave_out(shift, first_key, masked);
-        // 5. Wait for S, and release the keys.
-        ptx::wgmma_wait_group<1>();
-        keep(x);
-        release_keys();
-        // 6. Products become scores, and the rows' references follow.
-        if (masked) to_exponents(softmax, x);
-        bool grown = bound(x, shift, first_key, masked);
-        // 7. Scores become weights P; O of the tile before arrives, is rescaled, and its values are released.
+      // begin_weights() turns the scores of a run's first tile into weights, whose sums may set the rows' slack.
+      const auto begin_weights = [&](float (&x)[BLOCK_N / 2], float (&shift)[2], int first_key, bool masked,
+                                     bool grown) {
+        if (TEAMS > 1 && grown) rescale_rows(out, rescale);
+        if (BOUNDED_SCORES && last) rings.q.release();
+        if (KEYS_IN_REVERSE && masked) unsettled = 2;
+        softmax.begin<!FOLLOWS_EVERY_MAXIMUM>(x, shift, KEYS_IN_REVERSE && masked ? 0 : tiles_left());
+        scores.drop(x, random, row, first_key);
+        pack(weights, x);
+      };
+      // to_weights() turns scores into weights while O of the tile before arrives; then O is rescaled where rows have
+      // `grown`, and the values are released, if there are any (`first`: there are none).
+      const auto to_weights = [&](float (&x)[BLOCK_N / 2], float (&shift)[2], int first_key, bool masked, bool first,
+                                  bool grown) {
         if constexpr (EARLY_POWERS > 0) {
           // Some powers are computed while the product ends. They stand between branches, or the assembler would put
           // them behind the wait.
@@ -262,6 +252,46 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings
           pack(weights, x);
           if (grown) rescale_rows(out, rescale);
         }
+      };
+      // step() is the main loop's body: it computes the scores of a tile of keys and turns them into weights, while the
+      // tensor cores also multiply the weights of the tile before with their values, if there is one (`first`: there is
+      // none).
+      const auto step = [&](auto at, bool masked, bool first) {
+        constexpr Position POSITION = decltype(at)::VALUE;
+        float x[BLOCK_N / 2], shift[2] = {0, 0};  // S, then P: the thread's fragment of (64, BLOCK_N)
+        const int first_key = blocks.block * BLOCK_N;
+        // 1. Wait for the keys, and for this warpgroup's place in the order.
+        if (masked) scores.fetch(bits, slots());
+        if constexpr (!HAS_BLOCK_MASK) rings.k.wait();  // with a block mask, take() has waited already
+        order.wait();
+        // 2. Start S = Q K^T of this tile.
+        multiply(x, first_key, masked);
+        // 3. Start O += P V of the tile before.
+        if (POSITION == Position::ANY && first) {
+          ptx::wgmma_fence();
+          ptx::wgmma_commit_group();  // an empty group, so that the waits below count the same
+        } else if (POSITION != Position::FIRST) {
+          rings.v.wait();
+          add_product<BLOCK_N>(out, weights, rings.v.buffer());
+        }
+        // 4. Pass the order on; masks and random bits are prepared while the products are computed.
+        order.arrive();
+        prepare(first_key, masked);
+        slope.leave_out(shift, first_key, masked);
+        // 5. Wait for S, and release the keys.
+        ptx::wgmma_wait_group<POSITION == Position::FIRST ? 0 : 1>();
+        keep(x);
+        release_keys();
+        // 6. Products become scores, and the rows' references follow. The first tile is capped as if masked, so that it
+        // is the same code either way.
+        if (POSITION == Position::FIRST || masked) to_exponents(softmax, x);
+        const bool grown = bound(x, shift, first_key, masked);
+        // 7. Scores become weights P; O of the tile before arrives, is rescaled, and its values are released.
+        if constexpr (POSITION == Position::FIRST) {
+          begin_weights(x, shift, first_key, masked, grown);
+        } else {
+          to_weights(x, shift, first_key, masked, first, grown);
+        }
         // 8. Values of hidden keys become 0.
         if (masked) hidden.clear(rings.v, first_key, recheck);
       };
@@ -284,9 +314,9 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings
           bool first = true;
           do {
             if (COPIES == 1 || first || next_masked) {
-              step(COPIES == 2 || next_masked, first);
+              step(At<Position::ANY>(), COPIES == 2 || next_masked, first);
             } else {
-              step(false, false);
+              step(At<Position::ANY>(), false, false);
             }
             if (first) settle();
             first = false;
@@ -296,30 +326,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings
             }
           } while (!last);
         } else {
-          // The first tile of keys of a run has no product with values before it, and its sums may set the rows' slack.
-          float x[BLOCK_N / 2], shift[2] = {0, 0};
-          const int first_key = blocks.block * BLOCK_N;
-          const bool masked = needs_mask();
-          if (masked) scores.fetch(bits, slots());
-          if constexpr (!HAS_BLOCK_MASK) rings.k.wait();
-          order.wait();
-          multiply(x, first_key, masked);
-          order.arrive();
-          prepare(first_key, masked);
-          slope.leave_out(shift, first_key, masked);
-          ptx::wgmma_wait_group<0>();
-          keep(x);
-          release_keys();
-          to_exponents(softmax, x);  // capped as if masked, so that it is the same code either way
-          bool grown = bound(x, shift, first_key, masked);
-          if (TEAMS > 1 && grown) rescale_rows(out, rescale);
-          if (BOUNDED_SCORES && last) rings.q.release();
-          if (KEYS_IN_REVERSE && masked) unsettled = 2;
-          softmax.begin<!FOLLOWS_EVERY_MAXIMUM>(x, shift, KEYS_IN_REVERSE && masked ? 0 : tiles_left());
-          scores.drop(x, random, row, first_key);
-          pack(weights, x);
-          if (masked) hidden.clear(rings.v, first_key, recheck);
-          // The other tiles of the run take step().
+          step(At<Position::FIRST>(), needs_mask(), true);
           while (!last) {
             if constexpr (HAS_BLOCK_MASK) {
               take();
@@ -327,11 +334,11 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings
               next_masked = needs_mask();
             }
             if (next_masked) {
-              step(true, false);
+              step(At<Position::LATER>(), true, false);
             } else {
               // Plain tiles, the most common, have a loop of their own; where all tiles may be masked it is not worth
               // the code.
-              do step(false, false);
+              do step(At<Position::LATER>(), false, false);
               while (!HIDES_ANYWHERE && !last && !next_masked);
             }
           }
@@ -354,36 +361,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings
       }
     }
 
-    // The epilogue normalises O and writes it with lse, or this split's part of both.
-    rescale_kept(p, inverse);
-    if constexpr (SPLITS_KEYS) {
-      write_split(p, work, own, row, out, inverse, lse);
-    } else if (work.part() != WHOLE) {
-      write_part(p, work, own, row, out, inverse, lse);
-    } else {
-      const i64 batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
-      if constexpr (STAGING_PANELS > 0) {
-        store_rows(p, out_map, row_map, work, rows, own, out, inverse, ptx::shared_address(&shared));
-      } else if constexpr (PACKS_HEADS) {
-        write_rows(p, work, own, out, inverse);
-      } else {
-        write_fragment(p.out.at(batch, s.row_q, work.head), p.out.row_stride, row, s.len_q, s.rows_q, p.head_dim_v, out,
-                       inverse);
-      }
-      if constexpr (PACKS_HEADS) {
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-          const int i = own.queries[r];
-          if (lane() % 4 == r && i < s.rows_q)
-            *p.lse.at(batch, s.row_q + i, own.heads[r]) = i < s.len_q ? lse[r] : -infinity();
-        }
-      } else if (lane() % 4 < 2) {
-        const int i = row + 8 * (lane() % 4);
-        const float own_lse = lane() % 4 == 0 ? lse[0] : lse[1];
-        if (i >= work.first_row() && i < s.rows_q)
-          *p.lse.at(batch, s.row_q + i, work.head) = i < s.len_q ? own_lse : -infinity();
-      }
-    }
+    write_tile(p, out_map, row_map, work, rows, own, row, out, inverse, lse, ptx::shared_address(&shared));
     __syncwarp();
     rings.work.release();
   }
