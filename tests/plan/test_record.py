@@ -146,8 +146,8 @@ def test_every_record_of_hoppers_forward_pass_is_the_first_of_a_listed_problem()
 
     taken = sm90_forward.taken
     with mock.patch.object(sm90_forward, "taken", note):
-        copies = any(config.copies_rows for config, _ in sm90_forward_listing.table())
-    assert copies
+        configs = [config for config, _ in sm90_forward_listing.table()]
+    assert any(config.copies_rows for config in configs)
     for head_dims in sm90_tiles.HEAD_DIMS:
         lines = narrowest(sm90_tiles.FORWARD, *head_dims)
         general = lines[: [line.takes for line in lines].index(ANYTHING) + 1]
