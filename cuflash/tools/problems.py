@@ -181,12 +181,10 @@ def random_arrays(problem: AttentionProblem, xp: Any, dtype_of: Callable[[str], 
     def make(name: str, shape: tuple[int, ...], dtype: str) -> Array:
         if name in totals:
             return xp.asarray(np.linspace(0, totals[name], problem.batch + 1).astype(np.int32))
-        count = math.prod(shape)
-        drawn = numbers.standard_normal(min(count, _DRAWN), np.float32)
-        pool = xp.asarray((drawn > 0) if dtype == "bool" else drawn.astype(dtype_of(dtype)))
+        drawn = numbers.standard_normal(min(math.prod(shape), _DRAWN), np.float32)
         if name == "alibi_slopes":
-            pool = abs(pool)
-        return xp.tile(pool, -(-count // len(pool)))[:count].reshape(shape)
+            drawn = abs(drawn)
+        return xp.asarray(np.resize((drawn > 0) if dtype == "bool" else drawn.astype(dtype_of(dtype)), shape))
 
     return make
 

@@ -193,6 +193,11 @@ class _Compiler:
         self._built.update(zip(new, in_parallel(self._jobs, self._compile, new), strict=True))
         return [self._built[config] for config in asked]
 
+    def load(self, kernels: Iterable[Kernel], device: Device) -> None:
+        """Load kernels side by side, which calls would compile one behind the other."""
+        for _ in in_parallel(self._jobs, lambda kernel: kernel.load(device), list(dict.fromkeys(kernels))):
+            pass
+
     def _compile(self, config: KernelConfig) -> Built:
         made = cuda_compile.compile_for(self._arch, source_of(config), config.entry)
         spilled = made.local_bytes if made.local_bytes > config.local_bytes else 0
@@ -208,7 +213,7 @@ def _figures(
     problem: AttentionProblem,
     gpu: Gpu,
     device: Device | None,
-    compiler: Callable[[Iterable[Kernel]], list[Built]],
+    compiler: _Compiler,
     clock: Stopwatch | None,
     rounds: int,
 ) -> list[Figures]:
@@ -221,6 +226,7 @@ def _figures(
     times: list[list[float]] = [[] for _ in found]
     if device is not None and clock is not None:
         timed = [own if not bytes_ else None for own, bytes_ in zip(found, spilled, strict=True)]
+        compiler.load([kernel for own in timed if own is not None for kernel in own.kernels], device)
         times = _times(problem, device, timed, clock, rounds)
     return [Figures(*own) for own in zip(found, built, times, strict=True)]
 
