@@ -1,4 +1,4 @@
-"""``python -m cuflash info | compile | bench | demo``."""
+"""``python -m cuflash info | compile | tune | bench | demo``."""
 
 import argparse
 import os
@@ -10,8 +10,9 @@ from cuflash import __version__
 
 # Modules with add_arguments(parser) and run(args) -> exit status, and what they do.
 _COMMANDS = {
-    "info": ("cuflash.tools.info", "versions, GPU, what is missing, and which kernel a problem takes and why"),
+    "info": ("cuflash.tools.info", "versions, GPU, what is missing, and which kernels a problem can take, and takes"),
     "compile": ("cuflash.tools.compile", "compile kernels ahead of their first use, or for a GPU that is not here"),
+    "tune": ("cuflash.tools.tune", "time the candidates of problems on the GPU here, next to what plans predict"),
     "bench": ("cuflash.tools.bench", "time forward and backward next to the other libraries that are installed"),
     "demo": ("cuflash.tools.demo", "train a small character GPT, on the GPU if there is one"),
 }

@@ -44,22 +44,22 @@ def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Arra
     if lse is None:
         work.arrays["lse"] = work.empty(problem.lse_shape, problem.accum_dtype)
     if not problem.is_mixed:
-        ahead.forward(work, _forward)
+        ahead.forward(work, run_forward)
         rule_blocks.find(work)
-        _forward(work)
+        run_forward(work)
     elif not (
         gpu_sm90_fp8.forward(work)
         or gpu_sm80.fp8_forward(work)
         or (_may_write_wide(problem) and gpu_sm90.forward(work))
     ):
         own = convert.widened(work)
-        _forward(own)
+        run_forward(own)
         convert.narrow(work, {"out": own.arrays["out"]}, {"out": out})
     work.recording.end()
     return work.recording
 
 
-def _forward(work: Work) -> None:
+def run_forward(work: Work) -> None:
     """Run the first family that takes a problem whose arrays have one dtype."""
     problem = work.problem
     if problem.pages is not None and problem.split_size is None and gpu_sm90.paged_forward(work):
@@ -105,15 +105,15 @@ def backward(
     if is_wide and _backward_wide(work, of_lse, grads, adds):
         return _ended(work)
     if not (is_wide or problem.is_mixed):
-        ahead.backward(work, of_lse, grads, _backward)
+        ahead.backward(work, of_lse, grads, run_backward)
         rule_blocks.find(work)
-        _backward(work, of_lse, grads)
+        run_backward(work, of_lse, grads)
         return _ended(work)
     own = convert.widened(work, is_backward=True)
     found = convert.wide_results(work, grads)
     if adds:
         found |= {name: work.empty(x.shape, x.dtype) for name, x in of_inputs.items()}
-    _backward(own, of_lse, found)
+    run_backward(own, of_lse, found)
     if adds:
         for name, x in of_inputs.items():
             x += found[name]
@@ -128,7 +128,7 @@ def expect_gradients(problem: AttentionProblem, operands: Operands, out: Array, 
     work = Work(problem.unsplit, operands, {"dout": out, "out": out, "lse": lse}, cuda_device.device_of(out))
     work.arrays["delta"] = lse
     inputs = operands._asdict() | {operand_name(n): x for n, x in enumerate(operands.of_rules)}
-    ahead.backward(work, {}, {name: inputs[name] for name in problem.grad_names}, _backward)
+    ahead.backward(work, {}, {name: inputs[name] for name in problem.grad_names}, run_backward)
 
 
 def _ended(work: Work) -> Recording:
@@ -147,7 +147,7 @@ def _backward_wide(work: Work, of_lse: Arrays, grads: Arrays, adds: bool) -> boo
     return True
 
 
-def _backward(work: Work, of_lse: Arrays, grads: Arrays) -> None:
+def run_backward(work: Work, of_lse: Arrays, grads: Arrays) -> None:
     """Write the gradients of a problem whose arrays have one dtype."""
     unpaged = None if work.problem.pages is None else Unpaged(work)
     targets = grads if unpaged is None else unpaged.gradients(grads)

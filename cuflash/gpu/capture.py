@@ -35,3 +35,8 @@ def take(capture: int, stream: int, size: int, allocate: Callable[[int], tuple[i
 def give_back(capture: int, stream: int, blocks: list[Block]) -> None:
     """Let later calls of the same capture and stream take these blocks."""
     _free.setdefault((capture, stream), []).extend(blocks)
+
+
+def forget() -> None:
+    """Free the memory of all captured calls, for a process that launches none of its graphs any more."""
+    _free.clear()

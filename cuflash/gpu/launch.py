@@ -190,6 +190,8 @@ class Work:
         inputs = {name: x for name, x in zip(self._INPUTS, operands, strict=False) if x is not None}
         self.arrays = inputs | arrays
         self.rule_blocks: BlocksOfRule | None = None  # what a mask_mod hides, where that was found (gpu.rule_blocks)
+        # Hopper's forward kernel and its splits of the keys in place of the plan's, where a trial says so.
+        self.launches: tuple[Any, int] | None = None
         self._block_mask = cast("BlockMask | None", operands.block_mask)
         self._of_rules = {operand_name(n): x for n, x in enumerate(operands.of_rules)}
         self._described: Arrays = {}  # the descriptions of these in device memory, once a kernel wants them there

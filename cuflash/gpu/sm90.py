@@ -74,7 +74,7 @@ def forward(work: Work) -> bool:
     config = sm90_forward.forward(work.problem, *tensors)
     if config is None:
         return False
-    config, num_splits = sm90_grid.for_grid(work.problem, config, work.device.num_sms)
+    config, num_splits = work.launches or sm90_grid.for_grid(work.problem, config, work.device.num_sms)
     config = sm90_forward.for_pages(work.problem, config)
     if work.arrays["out"].dtype.itemsize > HALF_BYTES:
         return _wide_forward(work, config)

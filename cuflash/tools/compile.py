@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from itertools import chain
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         import cupy
 
-        version = ".".join(map(str, cupy.cuda.nvrtc.getVersion()))
+        cupy.cuda.nvrtc.getVersion()
     except ImportError:
         print('cuflash compile needs CuPy: pip install "cuflash[cuda13]"', file=sys.stderr)
         return 2
@@ -62,16 +62,25 @@ def run(args: argparse.Namespace) -> int:
         print(f"cuflash compile {words}", file=sys.stderr)
         return 2
     if args.arch:
-        known = [f"sm_{number}" for number in cupy.cuda.nvrtc.getSupportedArchs()]
-        unknown = [arch for arch in args.arch if arch.rstrip("af") not in known]
+        unknown = unknown_architectures(args.arch)
         if unknown:
-            print(f"{', '.join(unknown)}: NVRTC {version} knows {', '.join(known)}", file=sys.stderr)
+            print(unknown, file=sys.stderr)
             return 2
         return _check(args)
     if not cupy.cuda.is_available():
         print("no GPU here: name architectures to compile for, as in --arch sm_80 sm_90a", file=sys.stderr)
         return 2
     return _warm(args)
+
+
+def unknown_architectures(names: Sequence[str]) -> str:
+    """Say which architectures NVRTC does not know; empty if it knows all."""
+    from cupy.cuda import nvrtc
+
+    known = [f"sm_{number}" for number in nvrtc.getSupportedArchs()]
+    unknown = [arch for arch in names if arch.rstrip("af") not in known]
+    version = ".".join(map(str, nvrtc.getVersion()))
+    return f"{', '.join(unknown)}: NVRTC {version} knows {', '.join(known)}" if unknown else ""
 
 
 def configs(

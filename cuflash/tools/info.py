@@ -21,8 +21,9 @@ from cuflash.plan import sm80_backward, sm80_forward, sm80_fp8, sm80_wide, sm90_
 from cuflash.plan import split as plan_split
 from cuflash.plan.config import flags_of, without_window
 from cuflash.plan.portable import PortableConfig, key_kernels, plan
-from cuflash.problem.attention_problem import DTYPES, HALF_DTYPES, MAX_HEAD_DIM, AttentionProblem
-from cuflash.tools.arguments import architecture, positive
+from cuflash.problem.attention_problem import HALF_DTYPES, AttentionProblem
+from cuflash.tools import candidates, problems
+from cuflash.tools.arguments import architecture
 from cuflash.tools.families import on_architecture
 
 # One of each kind: Turing, A100, consumer cards, Hopper, data-centre Blackwell.
@@ -34,18 +35,8 @@ _PACKAGES = ("numpy", "cupy-cuda12x", "cupy-cuda13x", "ml_dtypes", "torch", "jax
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``info`` to its parser."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    problem = parser.add_argument_group("a problem, to see which kernels it takes")
-    problem.add_argument("--dtype", choices=DTYPES, default="float32", help="of all arrays (default %(default)s)")
-    dims = f"1 to {MAX_HEAD_DIM}"
-    problem.add_argument("--head-dim", type=positive, default=64, help=f"of q and k, {dims} (default %(default)s)")
-    problem.add_argument("--head-dim-v", type=positive, help=f"of v, {dims} (default: --head-dim)")
-    problem.add_argument("--seqlen", type=positive, default=4096, help="of queries and keys (default %(default)s)")
-    problem.add_argument("--causal", action="store_true", help="hide the keys behind each query's own")
-    for option in ("window", "softcap", "bias", "mask", "alibi", "sink", "dropout", "block-mask"):
-        problem.add_argument(f"--{option}", action="store_true", help=f"with {option}")
-    problem.add_argument("--packed", action="store_true", help="of attention_varlen, --seqlen rows in all")
-    problem.add_argument("--deterministic", action="store_true", help="gradients that repeat their bits")
-    problem.add_argument("--precision", choices=("tf32",), help="of float32: products with TF32's error")
+    problem = parser.add_argument_group("a problem, to see which kernels it can take, and takes")
+    problems.add_arguments(problem)
     problem.add_argument(
         "--strides",
         choices=("aligned", "unaligned"),
@@ -62,20 +53,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 0; 2 for a head dimension that there are no kernels for."""
-    head_dim_v = args.head_dim_v or args.head_dim
-    if not all(1 <= d <= MAX_HEAD_DIM for d in (args.head_dim, head_dim_v)):
-        print(
-            f"head dimensions: expected 1 to {MAX_HEAD_DIM}, got {args.head_dim} and {head_dim_v}",
-            file=sys.stderr,
-        )
+    """Return 0; 2 for sizes that there are no kernels for."""
+    error = problems.error_of(args)
+    if error:
+        print(error, file=sys.stderr)
         return 2
+    problem = problems.problem_of(args)
     facts = {"cuflash": __version__, "python": platform.python_version(), **versions(_PACKAGES), **_gpu()}
-    chosen = _chosen(args, head_dim_v)
+    chosen = _chosen(args, problem)
     lacks = missing()
+    gpus = _gpus(args)
+    found = {gpu.arch: candidates.candidates_of(problem, gpu) for gpu in gpus}
     refused = [refusal._asdict() for refusal in dict.fromkeys(refusals.every())]
     if args.json:
-        print(json.dumps({**facts, "missing": lacks, "refused": refused, "kernels": chosen}))
+        of_each = {arch: [candidate.as_json() for candidate in own] for arch, own in found.items()}
+        print(json.dumps({**facts, "missing": lacks, "refused": refused, "kernels": chosen, "candidates": of_each}))
         return 0
     if "CuPy" in lacks or "NVRTC" in lacks or "GPU" in lacks:
         print("\n".join(without_gpu(lacks)), end="\n\n")
@@ -93,7 +85,38 @@ def run(args: argparse.Namespace) -> int:
     width = max(map(len, chosen))
     for name, reason in chosen.items():
         print(f"{name:{width}} {reason}")
+    for gpu in gpus:
+        print()
+        print("\n".join(_candidates_in_words(problem, gpu, found[gpu.arch])))
     return 0
+
+
+def _gpus(args: argparse.Namespace) -> list[candidates.Gpu]:
+    """Return the GPUs whose candidates are listed: those that were named, else the one here, else Hopper."""
+    aligned = args.strides == "aligned"
+    device = candidates.device_here()
+    here = None if device is None else candidates.gpu_here(device, aligned)
+    names = args.arch or (here.arch if here is not None else "sm_90a",)
+    if isinstance(names, tuple) and here is not None:
+        return [here]
+    is_here = {name: here is not None and capability_of(name) == here.capability for name in names}
+    return [here if is_here[name] and here is not None else candidates.gpu_of(name, aligned) for name in names]
+
+
+def _candidates_in_words(
+    problem: AttentionProblem, gpu: candidates.Gpu, found: list[candidates.Candidate]
+) -> list[str]:
+    """Return a line for a problem on a GPU, and one for each candidate."""
+    here = gpu.compiler or f"no GPU of {gpu.arch} with NVRTC is here, so that it is not known what spills"
+    rows = []
+    for own in found:
+        refused = f"refused: it spills {own.refused_bytes} bytes a thread" if own.refused_bytes else ""
+        rows.append((own.direction, own.family, own.words, own.prediction, "runs" if own.is_chosen else refused))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        f"candidates for {problems.words_of(problem)} on {gpu.arch}, {gpu.num_sms} multiprocessors ({here}):",
+        *("  ".join(f"{x:{width}}" for x, width in zip(row, widths, strict=True)).rstrip() for row in rows),
+    ]
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
@@ -152,34 +175,17 @@ def _gpu() -> dict[str, str]:
     return {"nvrtc": nvrtc, "driver's CUDA": f"{driver // 1000}.{driver % 1000 // 10}", **gpus}
 
 
-def _chosen(args: argparse.Namespace, head_dim_v: int) -> dict[str, str]:
-    one_head = 1, args.seqlen, args.seqlen, 1, 1, args.head_dim, head_dim_v, args.dtype
-    problem = AttentionProblem(
-        *one_head,
-        window_left=0 if args.window else None,
-        window_right=0 if args.causal or args.window else None,
-        softcap=1.0 if args.softcap else 0.0,
-        bias=(1, 1, 1, 1) if args.bias else None,
-        bias_dtype=args.dtype if args.bias else None,
-        mask=(1, 1, 1, 1) if args.mask else None,
-        alibi=(1, 1) if args.alibi else None,
-        sink=args.sink,
-        dropout_p=0.5 if args.dropout else 0.0,
-        block_mask=args.block_mask,
-        packed=args.packed,
-        deterministic=args.deterministic or None,
-        precision=args.precision,
-    )
+def _chosen(args: argparse.Namespace, problem: AttentionProblem) -> dict[str, str]:
     architectures = args.arch or (ARCHITECTURES if args.strides == "unaligned" else ())
     if architectures:
         found = {"on the CPU": "NumPy, tiled"}
         for arch in architectures:
             found |= on_architecture(problem, arch, args.strides == "aligned")
         return found
-    entries = ["forward", "backward_dq", *key_kernels(problem), *(["backward_bias"] if args.bias else [])]
+    entries = ["forward", "backward_dq", *key_kernels(problem), *(["backward_bias"] if problem.bias else [])]
     chosen = {entry: _portable_reason(plan(problem, entry)[0]) for entry in entries}
     reasons = sm90_forward.reason, sm90_backward.reason
-    if args.dtype == "float32":
+    if problem.dtype == "float32":
         reasons = plan_split.reason, plan_split.gradient_reason
     dims = f"head dims {problem.head_dim} and {problem.head_dim_v}"
     with_options = " with options" if without_window(flags_of(problem)) else ""
@@ -190,13 +196,13 @@ def _chosen(args: argparse.Namespace, head_dim_v: int) -> dict[str, str]:
         "forward on tensor cores": sm80_wide.reason(problem, False) or sm80_forward.reason(problem),
         "backward on tensor cores": sm80_wide.reason(problem, True) or sm80_backward.reason(problem),
     }
-    if args.dtype in HALF_DTYPES:
+    if problem.dtype in HALF_DTYPES:
         mma["forward on FP8 keys and values"] = sm80_fp8.reason(replace(problem, has_fp8_keys=True))
-        bias_dtype = "float32" if args.bias else None
+        bias_dtype = "float32" if problem.bias else None
         codes = replace(problem, has_fp8_keys=True, dtype=e4m3.NAME, bias_dtype=bias_dtype, out_dtype=problem.dtype)
         hopper["forward on Hopper, FP8 arrays alone"] = sm90_fp8.reason(codes)
         mma["forward on FP8 arrays alone"] = sm80_fp8.reason(codes)
-    if args.bias:
+    if problem.bias:
         configs = sm80_backward.of_bias(problem, True, capability_of("sm_80"), smem_limit("sm_80"))
         of_bias = f"mma.sync, {configs[0].entry} {configs[0].tile} on sm_80" if configs else "portable kernel"
         mma["gradient of a bias on tensor cores"] = of_bias

@@ -16,7 +16,7 @@ from cuflash.tools import bench, info
 from cuflash.tools.bench.cells import Grid, cells_of
 from cuflash.tools.info import missing
 
-COMMANDS = ("info", "compile", "bench", "demo")
+COMMANDS = ("info", "compile", "tune", "bench", "demo")
 
 
 def exit_code(*argv: str) -> int:
@@ -251,6 +251,12 @@ def test_info_names_the_kernels_of_an_architecture(capsys: pytest.CaptureFixture
         ("info --precision half", "tf32"),
         ("info --strides 8", "unaligned"),
         ("compile --jobs 0", "expected at least 1, got 0"),
+        ("tune --jobs 0", "expected at least 1, got 0"),
+        ("tune --rounds 0", "expected at least 1, got 0"),
+        ("tune --count 0", "expected at least 1, got 0"),
+        ("tune --seed x", "invalid int value: 'x'"),
+        ("tune --arch 80", "got '80'"),
+        ("tune --dtype half", "choose from"),
         ("bench --rounds 0", "expected at least 1, got 0"),
         ("bench --budget-ms -5", "expected a number above 0, got -5"),
         ("bench --seqlen 1k", "expected an integer, got '1k'"),

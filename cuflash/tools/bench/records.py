@@ -19,12 +19,17 @@ class Record(NamedTuple):
 
 
 def write(path: Path, facts: dict[str, Any], cells: Iterable[dict[str, Any]]) -> None:
-    """Write a record in place of the file at `path`.
+    """Write a record in place of the file at `path`, as `write_lines` does."""
+    write_lines(path, (facts, *cells))
+
+
+def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
+    """Write JSON objects in place of the file at `path`, one a line.
 
     The text goes into a file beside it that then takes its name, so that a run that is cut short leaves the old
     record or the new one, and never half of one.
     """
-    text = "".join(json.dumps(line) + "\n" for line in (facts, *cells))
+    text = "".join(json.dumps(line) + "\n" for line in lines)
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and not path.is_file():  # a pipe or a terminal keeps its name
         path.write_text(text, "utf-8")
