@@ -13,7 +13,17 @@ from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
-from cuflash.plan import portable, sm80_backward, sm80_forward, sm80_fp8, sm80_kinds, sm80_wide, sm80_wide_tiles
+from cuflash.plan import (
+    portable,
+    sm80_backward,
+    sm80_forward,
+    sm80_fp8,
+    sm80_kinds,
+    sm80_wide,
+    sm80_wide_tiles,
+    split,
+    split_tiles,
+)
 from cuflash.plan.config import KNOWN_TO_ALL, OF_RULES, WIDEST
 from cuflash.plan.portable_tiles import OPERAND_ENTRIES, PORTABLE
 from cuflash.plan.record import Capability, Record
@@ -62,6 +72,8 @@ def option_sets(name: str, lines: Sequence[Record[Any]], handled: Flags = KNOWN_
             flag = rng.choice(alone)
             # Where a line is for one option, a window tells whether a step takes several listed tiles.
             found += [(_WINDOW, flag)] if len(alone) > 1 else [(flag,), (_WINDOW, flag)]
+        if takes.least > 1 and len(alone) == takes.least:  # a line for these options beside each other
+            found.append(tuple(alone))
     others = [flag for flag in handled if flag != _WINDOW]
     for _ in range(_DRAWN):
         drawn = set(rng.sample(others, rng.randint(1, len(others) - 1)))
@@ -77,11 +89,15 @@ def _by_head_dims(table: Sequence[Record[Any]]) -> dict[tuple[int, int], list[Re
 
 
 def _problems(
-    table: Sequence[Record[Any]], dtype: str, handled: Flags = KNOWN_TO_ALL, **others: Any
+    table: Sequence[Record[Any]],
+    dtype: str,
+    handled: Flags = KNOWN_TO_ALL,
+    also: Sequence[Flags] = (),
+    **others: Any,
 ) -> Iterator[AttentionProblem]:
-    """Yield problems of a dtype that take the lines of a table."""
+    """Yield problems of a dtype that take the lines of a table, with `option_sets` and those that are given `also`."""
     for dims, lines in _by_head_dims(table).items():
-        for flags in option_sets(f"{lines[0].entries} {dims} {dtype}", lines, handled):
+        for flags in dict.fromkeys((*option_sets(f"{lines[0].entries} {dims} {dtype}", lines, handled), *also)):
             for block in _BLOCKS if _BLOCK_MASK in flags and len(flags) <= 2 else _BLOCKS[:1]:
                 yield problem_of(dtype, *dims, flags, block, **others)
 
@@ -163,13 +179,28 @@ def of_wide(capability: Capability, limit: int) -> Iterator[Pass]:
         yield from _passes((sm80_wide.of_bias(p, True, capability, limit) for p in problems), dtype)
 
 
+def of_split_forward() -> Iterator[Pass]:
+    """Yield Hopper's forward kernels on float32 operands in float16 parts, which leave few registers to any option."""
+    for precision, parts in split.PARTS.items():
+        problems = _problems(split_tiles.FORWARD[parts], "float32", also=_EACH_OPTION, precision=precision)
+        yield from _passes(map(split.forward, problems), "float32")
+
+
+_EACH_OPTION: tuple[Flags, ...] = (
+    *((flag,) for flag in KNOWN_TO_ALL),
+    (_WINDOW, _BLOCK_MASK),
+    (_WINDOW, "has_dropout", _BLOCK_MASK),
+    tuple(flag for flag in KNOWN_TO_ALL if flag != _BLOCK_MASK),
+)
+
+
 def of_splits(capability: Capability, limit: int) -> Iterator[Pass]:
     """Yield kernels that split keys: those without options but a window, whose splits pay most often."""
     for family in (of_forward, of_fp8):
         for own in family(capability, limit):
             if set(own.candidates[0][0].flags.split(", ")) <= {"plain", "window", "fp8"}:
-                split = tuple((replace(kernel, splits_keys=True),) for (kernel,) in own.candidates)
-                yield Pass(split, own.dtype)
+                of_parts = tuple((replace(kernel, splits_keys=True),) for (kernel,) in own.candidates)
+                yield Pass(of_parts, own.dtype)
 
 
 def of_portable(limit: int) -> Iterator[Pass]:

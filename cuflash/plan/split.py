@@ -13,9 +13,11 @@ from typing import Any
 from cuflash.hardware import (
     FLOAT_BYTES,
     HALF_BYTES,
+    REGISTERS_OF_SM,
     ROWS_OF_WARPGROUP,
     SMEM_ALIGNMENT,
     SMEM_BYTES,
+    WARPGROUP,
     WORD_BITS,
     whole_rows,
 )
@@ -35,6 +37,7 @@ from cuflash.plan.config import (
     without_window,
 )
 from cuflash.plan.entries import key_results
+from cuflash.plan.record import UNUSUAL_SCALE, Capability, Record, candidates, narrowest
 from cuflash.plan.sm90_forward import REGISTERS, SMEM_BESIDE_TILES, Sm90Config
 from cuflash.plan.split_tiles import (
     BACKWARD,
@@ -46,11 +49,11 @@ from cuflash.plan.split_tiles import (
     FORWARD,
     SplitGradientRow,
     SplitGradientTile,
-    SplitRow,
     SplitTile,
 )
 from cuflash.problem.attention_problem import AttentionProblem
 
+_HOPPER: Capability = (9, 0)
 HANDLES = (*KNOWN_TO_ALL, *OF_RULES)  # the flags that these kernels know
 # An element of weights, v and dout has so many float16 parts, by precision; an element of q and k has its own number,
 # by the former. One part has the 11 bits of TF32.
@@ -60,7 +63,11 @@ KEY_PARTS = {2: 3, 1: 1}
 
 # A tile of columns comes with so many float32 vectors: factors of keys and values, or of q and dout, lse and delta.
 _VECTORS = {DQ: 2, DKV: 4, DK: 4, DV: 4}
-_FORWARD_REGISTERS = REGISTERS | {1: (80, 248)}
+# A warpgroup gets registers in eights, and a thread at most so many here.
+_REGISTERS_AT_ONCE, _MOST_REGISTERS = 8, 248
+# Weights of what is read of keys and values for a row, and of a step for a column. They keep each table's order, the
+# fastest first: 128 queries by 16 keys are faster than 64 by 32. They say nothing of how long a tile takes.
+_READING, _STEP = 10, 2
 _BLOCK_MASK_REGISTERS = (56, 224)
 
 
@@ -111,44 +118,28 @@ def _constants(parts: int, consumers: int, registers: tuple[int, int], plain_sco
     }
 
 
-def _tile_of(row: SplitRow, flags: tuple[str, ...], plain_scores: bool) -> SplitTile | None:
-    options = without_window(flags)
-    if options & {"has_bias", "has_mask"}:
-        tile = row.with_array if len(options) == 1 else row.with_all
-    elif not options and plain_scores:
-        tile = row.windowed if flags else row.full
-    else:
-        tile = row.with_options
-    if tile is not None and "has_block_mask" in flags and tile.block_n % WORD_BITS:
-        return row.with_blocks if len(options) == 2 else row.with_blocks_and_more
-    return tile
+def _asked(problem: AttentionProblem) -> set[str]:
+    """Return what takes registers: options, or, where there are none, an unusual scale, or a window."""
+    flags = flags_of(problem)
+    return without_window(flags) or (set(flags) if has_plain_scale(problem) else {UNUSUAL_SCALE})
 
 
-def forward_configs(
-    row: SplitRow, parts: int, bias_dtype: str | None, flags: tuple[str, ...], plain_scores: bool = True
-) -> tuple[SplitForwardConfig, ...]:
-    """The configurations of a forward kernel, that with the fastest tile first; `flags` is a subset of `FLAGS`."""
-    tile = _tile_of(row, flags, plain_scores)
-    if tile is None:
-        return ()
-    # Fewer rows or keys take fewer registers; the words of a block mask have to hold whole tiles.
-    smaller = [
-        other
-        for other in (row.with_options, row.with_array, row.with_all, row.with_blocks_and_more)
-        if other is not None
-        and other.block_m * other.block_n < tile.block_m * tile.block_n
-        and not ("has_block_mask" in flags and other.block_n % WORD_BITS)
-    ]
-    tiles = dict.fromkeys((tile, *sorted(smaller, key=lambda x: -x.block_m * x.block_n)))
-    return tuple(_forward_config(row, each, parts, bias_dtype, flags, plain_scores) for each in tiles)
+def _holds_words(block_n: int) -> bool:
+    """Return True if a tile has whole words of a block mask's bits, or a word whole tiles."""
+    return block_n % WORD_BITS == 0 or WORD_BITS % block_n == 0
 
 
-def _forward_config(
-    row: SplitRow, tile: SplitTile, parts: int, bias_dtype: str | None, flags: tuple[str, ...], plain_scores: bool
-) -> SplitForwardConfig:
+def _predicted(record: Record[SplitTile]) -> float:
+    """Return the predicted time of a score: rows share what is read of keys, and columns what a step has besides."""
+    return _READING / record.tile.block_m + _STEP / record.tile.block_n
+
+
+def _forward_config(problem: AttentionProblem, record: Record[SplitTile], parts: int) -> SplitForwardConfig:
+    tile, flags = record.tile, flags_of(problem)
     consumers = tile.block_m // ROWS_OF_WARPGROUP
     row_bytes, row_bytes_v = (
-        count * whole_rows(HALF_BYTES * d) for count, d in ((KEY_PARTS[parts], row.head_dim), (parts, row.head_dim_v))
+        count * whole_rows(HALF_BYTES * d)
+        for count, d in ((KEY_PARTS[parts], record.head_dim), (parts, record.head_dim_v))
     )
     queries = tile.block_m * row_bytes
     keys = tile.block_n * (tile.key_stages * row_bytes + tile.value_stages * row_bytes_v)
@@ -156,13 +147,23 @@ def _forward_config(
     # The next tile's queries are loaded early where there is room for them.
     query_stages = 2 if smem_bytes + queries <= SMEM_BYTES else 1
     smem_bytes += (query_stages - 1) * queries
+    registers = tile.producer_registers, _consumer_registers(consumers, tile.producer_registers)
+    plain_scores = has_plain_scale(problem) and are_products(flags)
     return SplitForwardConfig(
-        entry="split_forward",
+        entry=record.entries[0],
         query_stages=query_stages,
         smem_bytes=smem_bytes,
-        **common(SplitForwardConfig, "float32", bias_dtype, flags, row, tile),
-        **_constants(parts, consumers, _FORWARD_REGISTERS[consumers], plain_scores and are_products(flags)),
+        **{
+            **common(SplitForwardConfig, problem.dtype, problem.bias_dtype, flags, record, tile),
+            **_constants(parts, consumers, registers, plain_scores),
+        },
     )
+
+
+def _consumer_registers(consumers: int, producer_registers: int) -> int:
+    """Return the registers of a thread that computes: a share, in eights, of what the loading warpgroup leaves."""
+    left = REGISTERS_OF_SM // WARPGROUP - producer_registers
+    return min(left // consumers // _REGISTERS_AT_ONCE * _REGISTERS_AT_ONCE, _MOST_REGISTERS)
 
 
 def gradient_config(
@@ -243,10 +244,15 @@ def forward(problem: AttentionProblem) -> tuple[SplitForwardConfig, ...]:
     """The candidates for the Hopper kernel of a float32 problem's forward pass."""
     if not _is_taken(problem):
         return ()
-    parts = PARTS[problem.precision]
-    row = next(r for r in FORWARD[parts] if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
-    configs = forward_configs(row, parts, problem.bias_dtype, flags_of(problem), has_plain_scale(problem))
-    return tuple(with_rules(config, problem) for config in configs)
+    parts, has_blocks = PARTS[problem.precision], problem.block_mask
+    found = candidates(
+        narrowest(FORWARD[parts], problem.head_dim, problem.head_dim_v),
+        _asked(problem),
+        _HOPPER,
+        lambda record: not has_blocks or _holds_words(record.tile.block_n),
+        _predicted,
+    )
+    return tuple(with_rules(_forward_config(problem, record, parts), problem) for record in found)
 
 
 @kept
@@ -289,16 +295,6 @@ _TABLE_FLAGS: tuple[tuple[str, ...], ...] = (
     *((*DROPOUT_AND_BLOCKS,), ("has_window", *DROPOUT_AND_BLOCKS)),
 )
 _ALL_BUT_BLOCK_MASK = tuple(flag for flag in KNOWN_TO_ALL if flag != "has_block_mask")
-
-
-def table() -> Iterator[tuple[SplitConfig, str]]:
-    """Every forward kernel, with its dtype."""
-    others = "has_softcap", "has_alibi", "has_dropout"
-    for parts, rows in FORWARD.items():
-        for row in rows:
-            blocks = () if row.with_blocks is None else (("has_window", "has_mask", "has_block_mask"),)
-            for flags in (*_TABLE_FLAGS, *blocks, others, _ALL_BUT_BLOCK_MASK, KNOWN_TO_ALL):
-                yield from ((config, "float32") for config in forward_configs(row, parts, None, flags)[:1])
 
 
 def gradient_table() -> Iterator[tuple[SplitConfig, str]]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cuflash.plan.record import PLAIN, Record, Takes, one_of, records
+
 # Entries of the gradient kernels: each computes the results that its name ends with.
 DQ, DKV, DK, DV = "split_dq", "split_dkv", "split_dk", "split_dv"
 
@@ -17,57 +19,84 @@ class SplitTile:
     key_stages: int = 2  # buffers of keys
     value_stages: int = 2  # buffers of values
     ping_pong: bool = True  # the warpgroups alternate at the tensor cores
+    producer_registers: int = 40  # registers of a thread that loads
 
 
-@dataclass(frozen=True)
-class SplitRow:
-    """Tiles for head dims up to these, by options.
-
-    No kernel spills registers. A tile is None where that leaves none, and other kernels run.
-    """
-
-    head_dim: int  # widest q and k
-    head_dim_v: int  # widest v
-    full: SplitTile  # tile without options
-    windowed: SplitTile  # tile with causal or a window alone
-    with_options: SplitTile | None  # tile with any option but a bias and a mask
-    with_array: SplitTile | None  # tile with a bias or a mask alone
-    with_all: SplitTile | None  # tile with a bias or a mask and any other option but a window
-    # These tiles are for a block mask and more options, where the keys above are no multiple of a word's bits.
-    with_blocks: SplitTile | None = None
-    with_blocks_and_more: SplitTile | None = None
+def _forward(parts: int, head_dim: int, head_dim_v: int, *lines: Record[SplitTile]) -> tuple[Record[SplitTile], ...]:
+    return records(("split_forward",), str(parts), (head_dim, head_dim_v), *lines)
 
 
-_SMALL, _SMALLEST = SplitTile(64, 32, 2, 1, ping_pong=False), SplitTile(64, 16, ping_pong=False)
-# Keys are numbers of parts. The first row is taken whose head dims are no smaller than the problem's. `*2 * (tile,)` is
-# one tile for two kinds of options.
+def _small(block_n: int, value_stages: int = 2) -> SplitTile:
+    return SplitTile(64, block_n, 2, value_stages, ping_pong=False, producer_registers=80)
+
+
+# A window is an option here where there is no other.
+_WINDOWED = one_of("has_window")
+_WITHOUT_ARRAYS = Takes(None, 99, lacks=("has_bias", "has_mask"))
+_WITHOUT_BLOCKS = Takes(None, 99, lacks=("has_block_mask",))
+_ARRAY_ALONE = one_of("has_bias", "has_mask")
+_WITH_BLOCKS = tuple(Takes((flag, "has_block_mask"), 2, 2) for flag in ("has_bias", "has_mask"))
+
+
+def _taking(tile: SplitTile, *takes: Takes) -> tuple[Record[SplitTile], ...]:
+    return tuple(Record(tile, each) for each in takes)
+
+
+# Keys are numbers of parts. No kernel spills registers; where that leaves no line, other kernels run.
 FORWARD = {
     2: (
-        SplitRow(64, 64, *2 * (SplitTile(128, 112),), *2 * (SplitTile(128, 64),), SplitTile(128, 32)),
-        SplitRow(
-            128,
-            128,
-            SplitTile(128, 64, 2, 1),
-            SplitTile(128, 48),
-            SplitTile(128, 32),
-            *2 * (SplitTile(128, 16),),
-            SplitTile(128, 32),
+        *_forward(
+            2, 64, 64,
+            Record(SplitTile(128, 112), _WINDOWED),
+            *_taking(SplitTile(128, 64), _WITHOUT_ARRAYS, _ARRAY_ALONE),
+            Record(SplitTile(128, 32)),
         ),
-        SplitRow(192, 128, *3 * (SplitTile(128, 32, 1, 1),), *2 * (SplitTile(128, 16),), *2 * (_SMALL,)),
-        SplitRow(192, 192, *2 * (SplitTile(128, 32, 1, 1),), None, None, None),
-        SplitRow(256, 128, *4 * (_SMALL,), _SMALLEST, _SMALL, _SMALLEST),
-        SplitRow(256, 256, *2 * (_SMALLEST,), None, None, None),
+        *_forward(
+            2, 128, 128,
+            Record(SplitTile(128, 64, 2, 1), PLAIN),
+            Record(SplitTile(128, 48), _WINDOWED),
+            *_taking(SplitTile(128, 32), _WITHOUT_ARRAYS, *_WITH_BLOCKS),
+            Record(SplitTile(128, 16), _WITHOUT_BLOCKS),
+        ),
+        *_forward(
+            2, 192, 128,
+            Record(SplitTile(128, 32, 1, 1), _WITHOUT_ARRAYS),
+            Record(SplitTile(128, 16), _WITHOUT_BLOCKS),
+            Record(_small(32, 1)),
+        ),
+        *_forward(2, 192, 192, Record(SplitTile(128, 32, 1, 1), _WINDOWED)),
+        *_forward(
+            2, 256, 128,
+            *_taking(_small(32, 1), _WITHOUT_ARRAYS, _ARRAY_ALONE, *_WITH_BLOCKS),
+            Record(_small(16)),
+        ),
+        *_forward(2, 256, 256, Record(_small(16), _WINDOWED)),
     ),
     1: (
-        SplitRow(64, 64, *2 * (SplitTile(128, 128),), *2 * (SplitTile(128, 64),), SplitTile(128, 32)),
-        SplitRow(128, 128, *2 * (SplitTile(128, 96),), SplitTile(128, 64), *2 * (SplitTile(128, 32),)),
-        SplitRow(
-            192, 192, *2 * (SplitTile(128, 64),), *2 * (SplitTile(128, 32),), SplitTile(128, 16), SplitTile(128, 32)
+        *_forward(
+            1, 64, 64,
+            Record(SplitTile(128, 128), _WINDOWED),
+            *_taking(SplitTile(128, 64), _WITHOUT_ARRAYS, _ARRAY_ALONE),
+            Record(SplitTile(128, 32)),
         ),
-        SplitRow(256, 128, *4 * (SplitTile(128, 64),), SplitTile(128, 32)),
-        SplitRow(256, 256, *3 * (SplitTile(128, 32),), None, None),
+        *_forward(
+            1, 128, 128,
+            Record(SplitTile(128, 96), _WINDOWED),
+            Record(SplitTile(128, 64), _WITHOUT_ARRAYS),
+            Record(SplitTile(128, 32)),
+        ),
+        *_forward(
+            1, 192, 192,
+            Record(SplitTile(128, 64), _WINDOWED),
+            *_taking(SplitTile(128, 32), _WITHOUT_ARRAYS, _ARRAY_ALONE, *_WITH_BLOCKS),
+            Record(SplitTile(128, 16), _WITHOUT_BLOCKS),
+        ),
+        *_forward(
+            1, 256, 128, *_taking(SplitTile(128, 64), _WITHOUT_ARRAYS, _ARRAY_ALONE), Record(SplitTile(128, 32))
+        ),
+        *_forward(1, 256, 256, Record(SplitTile(128, 32), _WITHOUT_ARRAYS)),
     ),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ def configs(
             sm90_forward_listing.table(),
             sm90_fp8.table(),
             sm90_backward_listing.table(),
-            plan_split.table(),
+            listing.kernels(listing.of_split_forward()),
             plan_split.gradient_table(),
         ]
     tables.append(listing.kernels(listing.of_any_gpu(capability, limit)))

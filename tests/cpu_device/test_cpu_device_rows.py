@@ -48,12 +48,12 @@ def all_rows() -> Iterator[Row]:
         tables += [(capability, False, listing.kernels(family(capability, limit))) for family in mma]
         if capability == (9, 0):
             hopper = (
-                sm90_forward_listing.table,
-                sm90_backward_listing.table,
-                plan_split.table,
-                plan_split.gradient_table,
+                sm90_forward_listing.table(),
+                sm90_backward_listing.table(),
+                listing.kernels(listing.of_split_forward()),
+                plan_split.gradient_table(),
             )
-            tables += [(capability, True, table()) for table in hopper]
+            tables += [(capability, True, table) for table in hopper]
         for own, has_wgmma, table in tables:
             for (config, dtype), *_ in rows.rows_of(table):
                 of_row = rows.identity(config)

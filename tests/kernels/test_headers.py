@@ -13,14 +13,7 @@ from cuflash import cuda_src, hardware
 from cuflash.cuda import compile as cuda_compile
 from cuflash.cuda import source
 from cuflash.gpu import kernels
-from cuflash.plan import (
-    entries,
-    listing,
-    sm90_backward_listing,
-    sm90_forward_listing,
-    sm90_fp8,
-    split,
-)
+from cuflash.plan import entries, listing, sm90_backward_listing, sm90_forward_listing, sm90_fp8
 from cuflash.plan.config import KernelConfig
 from cuflash.plan.portable_tiles import OPERAND_ENTRIES
 
@@ -32,8 +25,8 @@ def configs() -> Iterator[KernelConfig]:
     """Yield a configuration of each kernel."""
     place = hardware.capability_of(compiling.HOPPER), hardware.smem_limit(compiling.HOPPER)
     found: dict[str, KernelConfig] = {}
-    codes = listing.kernels(listing.of_fp8(*place))
-    tables = sm90_forward_listing.table(), sm90_backward_listing.table(), sm90_fp8.table(), split.table(), codes
+    codes = listing.kernels((*listing.of_fp8(*place), *listing.of_split_forward()))
+    tables = sm90_forward_listing.table(), sm90_backward_listing.table(), sm90_fp8.table(), codes
     for config in (*(x for table in tables for x, _ in table), *compiling.tables_of(compiling.HOPPER)):
         found.setdefault(config.entry, config)
     yield from found.values()

@@ -82,7 +82,8 @@ def test_the_quick_tier_runs_every_family_with_its_dtypes_and_options(both: tupl
         *listing.kernels(listing.of_portable(HOPPER_SMEM)),
         *(pair for family in OF_ROWS for pair in listing.kernels(family((9, 0), HOPPER_SMEM))),
         *(pair for table in (sm90_forward_listing.table, sm90_backward_listing.table) for pair in table()),
-        *(pair for table in (plan_split.table, plan_split.gradient_table) for pair in table()),
+        *listing.kernels(listing.of_split_forward()),
+        *plan_split.gradient_table(),
     ]
     companions = sm90_backward.ROWS, sm90_backward.DQ
     entries = {config.entry for config, _ in tables} - set(companions)
