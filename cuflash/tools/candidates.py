@@ -32,6 +32,7 @@ from cuflash.plan.sm80_forward import Sm80QueryConfig
 from cuflash.plan.sm80_kinds import PARTS_OF
 from cuflash.plan.sm90_forward import Sm90ForwardConfig
 from cuflash.problem.attention_problem import Array, AttentionProblem
+from cuflash.problem.operands import Operands
 from cuflash.tools import problems
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -180,9 +181,10 @@ class Candidate(NamedTuple):
         }
 
 
-def work_of(direction: str, problem: AttentionProblem, arrays: dict[str, Array], device: Any, with_mask: bool) -> Work:
-    """Return the work of a pass on arrays of `problems.shapes_of`."""
-    operands = problems.operands_of(problem, arrays, with_mask)
+def work_of(
+    direction: str, problem: AttentionProblem, arrays: dict[str, Array], operands: Operands, device: Any
+) -> Work:
+    """Return the work of a pass on arrays of `problems.shapes_of`, whose operands are these."""
     results = {name: arrays[name] for name in (("out", "lse") if direction == FORWARD else ("dout", "out", "lse"))}
     work = Work(problem, operands, results, device)
     if direction == BACKWARD:
@@ -260,7 +262,8 @@ def _answers(
     direction: str, problem: AttentionProblem, gpu: Gpu, launches: sm90_grid.Launches | None
 ) -> list[tuple[tuple[Kernel, ...], ...]]:
     arrays = problems.arrays_of(problem, problems.stand_in)
-    rehearsal = Rehearsal(work_of(direction, problem, arrays, gpu, with_mask=False))
+    operands = problems.operands_of(problem, arrays, with_mask=False)
+    rehearsal = Rehearsal(work_of(direction, problem, arrays, operands, gpu))
     rehearsal.launches = launches
     run(direction, rehearsal, grads_of(problem, arrays, lambda x: x))
     return [answer.candidates for answer in rehearsal.passes]

@@ -190,6 +190,22 @@ def test_tune_times_every_candidate(
     assert "chosen within 5% of the best: 100.0% of 2 passes" in words
 
 
+def test_tune_prepares_a_block_mask_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A mask whose first call is captured is refused.
+    masks: set[int] = set()
+
+    def run(direction: str, work: Any, grads: dict[str, Any]) -> None:
+        masks.add(work._block_mask.serial)
+
+    device: Any = CpuDevice((8, 0), num_sms=4)
+    problem = problems.problem_of(SimpleNamespace(dtype="float16", seqlen=200, block_mask=True))  # type: ignore[arg-type]
+    found = candidates.candidates_of(problem, candidates.gpu_here(device))
+    monkeypatch.setattr(candidates, "run", run)
+    clock: Any = Clock()
+    times = tune._times(problem, device, found, clock, 1)
+    assert clock.calls == len(times) == len(found) > 2 and len(masks) == 1
+
+
 def test_tune_compiles_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
