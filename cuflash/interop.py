@@ -189,13 +189,37 @@ def _from_dlpack(name: str, x: Any) -> Array:
     device_type = _device_type(x)
     if device_type in _ON_CPU:
         try:
-            return np.from_dlpack(x)
+            array = np.from_dlpack(x)
         except RuntimeError as error:
             dtype = getattr(x, "dtype", error)
             raise TypeError(f"{name}: expected a dtype that NumPy takes from DLPack, got {dtype}") from error
+        return array if array.flags.writeable or not _is_writable(x) else np.asarray(_Writable(array))
     if device_type in _ON_GPU:
         return _cupy(name).from_dlpack(x)
     raise ValueError(f"{name}: expected an array on the CPU or a CUDA GPU, got DLPack device type {device_type}")
+
+
+def _is_writable(x: Any) -> bool:
+    """Whether an exporter's memory may be written though NumPy's array over it may not.
+
+    NumPy takes memory for read-only if it comes by the protocol before 1.0, which has no word for that and is therefore
+    not to be used for such memory.
+    """
+    if type(x).__module__.partition(".")[0] in IMMUTABLE:
+        return False
+    try:
+        capsule = x.__dlpack__(max_version=(1, 0))
+    except TypeError:  # the exporter does not know this keyword
+        capsule = x.__dlpack__()
+    return '"dltensor"' in repr(capsule)
+
+
+class _Writable:
+    """A NumPy array's memory, to be taken as memory that may be written."""
+
+    def __init__(self, x: np.ndarray) -> None:
+        self._owner = x
+        self.__array_interface__ = {**x.__array_interface__, "data": (x.__array_interface__["data"][0], False)}
 
 
 def _adopt_any(name: str, x: Any) -> Array:

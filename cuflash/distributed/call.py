@@ -164,7 +164,7 @@ def _prepared(
     def prepare() -> tuple[tuple[Call, dict[str, Array | None], frozenset[str]], Described]:
         options = check_options(keywords)
         library = interop.library_of("q", arrays["q"])
-        given = {name: x for name, x in arrays.items() if x is not None}
+        given = {name: x for name, x in arrays.items() if x is not None or name != "dlse"}
         adopted, options = adopt(library, given, options)
         edges = None if cu_seqlens is None else check_edges(cu_seqlens)
         q, k, v = (adopted[name] for name in ("q", "k", "v"))

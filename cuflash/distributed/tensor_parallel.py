@@ -24,6 +24,7 @@ from cuflash.frontend.call import Gradients
 from cuflash.frontend.partial import Part
 from cuflash.problem import checks
 from cuflash.problem.attention_problem import AttentionProblem, Place
+from cuflash.problem.fp8 import refuse_gradients
 from cuflash.problem.gradients import check_like, extras_of
 from cuflash.problem.make import make_problem
 from cuflash.problem.options import Options
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 Array = Any
 # A call is cut into so many blocks: the first block's attention and the last one's sum hide behind nothing.
 MOST_BLOCKS = 8
+_VJP = "attention_allreduce_vjp"
 # Fewer rows (of all sequences together) than these leave a GPU idle, and a link waiting for the latency of messages.
 LEAST_ROWS = 1024
 # Blocks of one sequence end where tiles of the kernels do.
@@ -120,7 +122,7 @@ def attention_allreduce_vjp(
     TypeError, ValueError, NotImplementedError, TimeoutError
         As `attention_allreduce`.
     """
-    y, residuals = _forward("attention_allreduce_vjp", (q, k, v, w_out), comm, cu_seqlens, options)
+    y, residuals = _forward(_VJP, (q, k, v, w_out), comm, cu_seqlens, options)
 
     def backward(dy: ArrayT) -> tuple[ArrayT, ...]:
         """Return the gradients of this rank's inputs."""
@@ -309,6 +311,8 @@ def _prepared(
         adopted, options = adopt(library, given, options)
         edges = None if cu_seqlens is None else check_edges(cu_seqlens)
         q, k, v, w_out = (adopted[name] for name in given)
+        if what == _VJP:
+            refuse_gradients(q, k, v)
         if edges is None:
             problem = make_problem({"q": q, "k": k, "v": v}, options)
             checks.check_seed(options.dropout_seed, problem.dropout_p)

@@ -170,7 +170,7 @@ def config_of(record: Record[Sm90Tile], asked: Asked) -> Sm90ForwardConfig:
         early_powers=tile.block_n // 2 * tile.early_eighths // 8 // _POWERS_AT_ONCE * _POWERS_AT_ONCE,
         has_bias_tiles=bias_tiles,
         has_mask_tiles=mask_tiles,
-        bounded_scores=BOUNDED in words,
+        bounded_scores=BOUNDED in words and not tile.keeps_maxima,
         plain_scores=plain_scores and not {"has_softcap", "has_bias", "has_score_mod"} & set(flags),
         smem_bytes=teams * smem_bytes,
         **common(Sm90ForwardConfig, dtype, bias_dtype, flags, record, tile),

@@ -24,6 +24,7 @@ class Sm90Tile:
     exact: bool = (
         False  # a row's reference follows its maximum, whose weight is then exactly 1; else only if it grows much
     )
+    keeps_maxima: bool = False  # rows have maxima although a softcap bounds the scores: that takes fewer registers
     stages: int = 2  # buffers of keys and values
     alone: int = 0  # warpgroups of a second team, which has tiles and shared memory of its own
     keys_in_reverse: bool = False  # the keys of a window are taken from the last to the first
@@ -170,6 +171,7 @@ FORWARD: tuple[Record[Sm90Tile], ...] = (
         Record(_128X64, PLAIN, where=(PLAIN_SCORES, HEADS)),
         Record(_128X64, PLAIN, where=(PLAIN_SCORES, PAGES)),
         Record(_64X32, _NOT_BESIDE_PAGES, where=(PAGES,)),
+        Record(Sm90Tile(128, 64, ping_pong=False, keeps_maxima=True), _SOFTCAP, where=(BOUNDED, PAGES)),
         Record(replace(_128X64, ping_pong=False), _SOFTCAP, where=(BOUNDED,)),
         Record(Sm90Tile(128, 48), _SCORE),
         Record(_128X64, _DROPOUT),

@@ -32,6 +32,7 @@ from cuflash.plan.sm80_forward import Sm80QueryConfig
 from cuflash.plan.sm80_kinds import PARTS_OF
 from cuflash.plan.sm90_forward import Sm90ForwardConfig
 from cuflash.problem.attention_problem import Array, AttentionProblem
+from cuflash.problem.operands import Operands
 from cuflash.tools import problems
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -40,7 +41,7 @@ DIRECTIONS = FORWARD, BACKWARD
 _MULTIPROCESSORS = {"sm_75": 40, "sm_80": 108, "sm_86": 84, "sm_89": 128, "sm_100": 148}
 _MANY = 132
 # These fields of configurations follow from others, or are the problem's.
-_NO_DETAILS = ("smem_bytes", "producer_registers", "consumer_registers", "rules")
+_NO_DETAILS = ("smem_bytes", "rules")
 # Families by parts of the paths of their files, the first that is found.
 _FAMILIES = {
     "split/sm90": "wgmma on float16 parts",
@@ -180,9 +181,10 @@ class Candidate(NamedTuple):
         }
 
 
-def work_of(direction: str, problem: AttentionProblem, arrays: dict[str, Array], device: Any, with_mask: bool) -> Work:
-    """Return the work of a pass on arrays of `problems.shapes_of`."""
-    operands = problems.operands_of(problem, arrays, with_mask)
+def work_of(
+    direction: str, problem: AttentionProblem, arrays: dict[str, Array], operands: Operands, device: Any
+) -> Work:
+    """Return the work of a pass on arrays of `problems.shapes_of`, whose operands are these."""
     results = {name: arrays[name] for name in (("out", "lse") if direction == FORWARD else ("dout", "out", "lse"))}
     work = Work(problem, operands, results, device)
     if direction == BACKWARD:
@@ -217,15 +219,18 @@ def _of_direction(direction: str, problem: AttentionProblem, gpu: Gpu) -> Iterat
         weights = _weights_of(answer)
         refused = [_refused_bytes(kernels, gpu) for kernels in answer]
         taken = _taken([bytes_ or 0 for bytes_ in refused])
-        found = zip(answer, _details_of(answer), times, weights, refused, strict=True)
-        for place, (kernels, details, us, weight, spilled) in enumerate(found):
-            own = Place(number, place)
-            yield Candidate(direction, own, kernels, details, num_splits, us, weight, spilled, place == taken)
-        for other in launches[1:] if number == 0 else ():
-            kernels = _answers(direction, problem, gpu, other)[0][0]
-            us = _predicted_us(problem, kernels, other.num_splits, gpu)
-            facts = other.num_splits, us, None, _refused_bytes(kernels, gpu)
-            yield Candidate(direction, Place(0, 0, other), kernels, "", *facts, is_chosen=False)
+        found = [(kernels, num_splits) for kernels in answer]
+        others = [(_answers(direction, problem, gpu, own)[0][0], own) for own in launches[1:] if number == 0]
+        others = [(kernels, own) for kernels, own in others if (kernels, own.num_splits) not in found]
+        details = _details_of([*found, *((kernels, own.num_splits) for kernels, own in others)])
+        facts = zip(answer, details[: len(answer)], times, weights, refused, strict=True)
+        for place, (kernels, words, us, weight, spilled) in enumerate(facts):
+            own_place = Place(number, place)
+            yield Candidate(direction, own_place, kernels, words, num_splits, us, weight, spilled, place == taken)
+        for (kernels, own), words in zip(others, details[len(answer) :], strict=True):
+            us = _predicted_us(problem, kernels, own.num_splits, gpu)
+            rest = own.num_splits, us, None, _refused_bytes(kernels, gpu)
+            yield Candidate(direction, Place(0, 0, own), kernels, words, *rest, is_chosen=False)
 
 
 def _taken(refused: Sequence[int]) -> int:
@@ -243,12 +248,12 @@ def with_spills(found: Sequence[Candidate], spilled: Sequence[int]) -> list[Cand
     return [own._replace(is_chosen=index in taken) for index, own in enumerate(found)]
 
 
-def _details_of(answer: Sequence[tuple[Kernel, ...]]) -> list[str]:
-    """Return what tells configurations with the same words apart, in words; nothing of the others."""
-    words = [" ".join(f"{kernel.entry} {kernel.config.tile}" for kernel in kernels) for kernels in answer]
+def _details_of(passes: Sequence[tuple[tuple[Kernel, ...], int | None]]) -> list[str]:
+    """Return what tells configurations with the same words and splits apart, in words; nothing of the others."""
+    shown = [([(kernel.entry, kernel.config.tile) for kernel in kernels], splits) for kernels, splits in passes]
     found = []
-    for own, kernels in zip(words, answer, strict=True):
-        alike = [other[0].config for text, other in zip(words, answer, strict=True) if text == own]
+    for own, (kernels, _) in zip(shown, passes, strict=True):
+        alike = [other[0].config for text, (other, _) in zip(shown, passes, strict=True) if text == own]
         config = kernels[0].config
         names = [f.name for f in fields(config) if f.name not in _NO_DETAILS]
         told = [name for name in names if any(getattr(other, name, None) != getattr(config, name) for other in alike)]
@@ -260,7 +265,8 @@ def _answers(
     direction: str, problem: AttentionProblem, gpu: Gpu, launches: sm90_grid.Launches | None
 ) -> list[tuple[tuple[Kernel, ...], ...]]:
     arrays = problems.arrays_of(problem, problems.stand_in)
-    rehearsal = Rehearsal(work_of(direction, problem, arrays, gpu, with_mask=False))
+    operands = problems.operands_of(problem, arrays, with_mask=False)
+    rehearsal = Rehearsal(work_of(direction, problem, arrays, operands, gpu))
     rehearsal.launches = launches
     run(direction, rehearsal, grads_of(problem, arrays, lambda x: x))
     return [answer.candidates for answer in rehearsal.passes]

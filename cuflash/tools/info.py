@@ -96,11 +96,11 @@ def _gpus(args: argparse.Namespace) -> list[candidates.Gpu]:
     aligned = args.strides == "aligned"
     device = candidates.device_here()
     here = None if device is None else candidates.gpu_here(device, aligned)
-    names = args.arch or (here.arch if here is not None else "sm_90a",)
-    if isinstance(names, tuple) and here is not None:
-        return [here]
-    is_here = {name: here is not None and capability_of(name) == here.capability for name in names}
-    return [here if is_here[name] and here is not None else candidates.gpu_of(name, aligned) for name in names]
+    if not args.arch:
+        return [candidates.gpu_of("sm_90a", aligned) if here is None else here]
+    named = [candidates.gpu_of(name, aligned) for name in dict.fromkeys(args.arch)]
+    own = None if here is None else (here.capability, here.has_wgmma)
+    return [here if here is not None and (gpu.capability, gpu.has_wgmma) == own else gpu for gpu in named]
 
 
 def _candidates_in_words(

@@ -238,18 +238,20 @@ def _times(
     times: list[list[float]] = [[] for _ in found]
     with clock.within():
         arrays = problems.arrays_of(problem, problems.random_arrays(problem, device.namespace, dtype_of))
+        # A block mask is prepared by its first call, outside of a capture.
+        operands = problems.operands_of(problem, arrays, with_mask=True)
         grads = candidates.grads_of(problem, arrays, device.namespace.empty_like)
 
         def call_of(own: Candidate) -> Callable[[], None]:
             def call() -> None:
-                trial = Trial(candidates.work_of(own.direction, problem, arrays, device, with_mask=True), own.place)
+                trial = Trial(candidates.work_of(own.direction, problem, arrays, operands, device), own.place)
                 candidates.run(own.direction, trial, grads)
                 trial.recording.end()
 
             return call
 
         # Gradients read the results of the forward pass.
-        candidates.run(FORWARD, candidates.work_of(FORWARD, problem, arrays, device, with_mask=True), {})
+        candidates.run(FORWARD, candidates.work_of(FORWARD, problem, arrays, operands, device), {})
         for direction in DIRECTIONS:
             calls = {
                 str(index): clock.prepared(call_of(own))

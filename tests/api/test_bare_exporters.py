@@ -102,6 +102,32 @@ def test_bare_exporters_merge(wrapping: str) -> None:
         assert_plain((*results[0], *results[1]), (*douts, *dlses))
 
 
+@pytest.mark.parametrize("exporter", [Exporter, WithoutDevice])
+def test_bare_exporters_as_targets(exporter: Any) -> None:
+    """Memory by the protocol before 1.0, which NumPy takes for read-only, is written, too."""
+    rng = np.random.default_rng(0)
+    q, k, v = (gaussian(rng, (2, 5, 3, 8), "float32") for _ in range(3))
+    expected, lse = cuflash.attention(q, k, v, return_lse=True)
+    target, *targets = (exporter(np.zeros_like(q)) for _ in range(4))
+    assert cuflash.attention(q, k, v, out=target) is target
+    assert same_bits(target.x, expected)
+    cuflash.attention_backward(q, q, k, v, expected, lse, out=tuple(targets))
+    assert_plain([x.x for x in targets], cuflash.attention_backward(q, q, k, v, expected, lse))
+    k_cache, v_cache = (exporter(np.zeros((2, 9, 3, 8), np.float32)) for _ in range(2))
+    cuflash.append_kv(k, v, k_cache, v_cache, np.array([1, 4], np.int32))
+    assert same_bits(k_cache.x[1, 4:], k[1]) and same_bits(v_cache.x[0, 1:6], v[0])
+
+
+def test_a_bare_exporter_of_read_only_memory_is_no_target() -> None:
+    x = np.ones((2, 5, 3, 8), np.float32)
+    target = np.zeros_like(x)
+    target.flags.writeable = False
+    out: Any = Exporter(target)
+    with pytest.raises(ValueError, match="out: expected a writable array"):
+        cuflash.attention(x, x, x, out=out)
+    assert not target.any()
+
+
 def test_bare_exporters_as_targets_and_masks() -> None:
     rng = np.random.default_rng(0)
     q, k, v = (gaussian(rng, (2, 5, 3, 8), "float32") for _ in range(3))

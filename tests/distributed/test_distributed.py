@@ -138,6 +138,25 @@ def test_wrong_on_every_rank_is_the_error_itself() -> None:
     assert all(isinstance(error, TypeError) and "softcap" in str(error) for error in errors)
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("name", ["q", "k", "v", "dout", "out", "lse"])
+def test_an_array_that_is_none_is_named(scheme: str, name: str) -> None:
+    _, backward = SCHEMES[scheme]
+
+    def work(comm: Communicator, is_missing: bool = True) -> Any:
+        arrays: dict[str, Any] = {x: ones(comm) for x in ("dout", "q", "k", "v", "out")}
+        arrays["lse"] = np.zeros((1, 2, 4), np.float32)
+        if is_missing:
+            arrays[name] = None
+        return backward(*arrays.values(), comm, order="plain")
+
+    for error in errors_of(2, work):
+        assert isinstance(error, TypeError) and str(error).startswith(f"{name}: expected an array"), error
+    for error in errors_of(2, lambda comm: work(comm, comm.rank == 1)):
+        assert isinstance(error, ValueError), error
+        assert f"rank 1 of 2 finds the call invalid: TypeError: {name}" in str(error)
+
+
 @pytest.mark.parametrize("name", ["bias", "mask", "q_lengths", "kv_lengths", "block_mask", "block_table"])
 def test_options_of_the_whole_matrix_are_refused(name: str) -> None:
     errors = errors_of(2, lambda comm: call(comm, 4, **{name: np.ones(1)}))

@@ -330,6 +330,17 @@ def test_ranks_that_disagree_all_raise(name: str, change: dict[str, Any]) -> Non
         assert f"{name}: expected the same on every rank" in str(raised)
 
 
+def test_fp8_arrays_have_no_gradients() -> None:
+    q, w_out = np.ones((1, 6, 2, 4), np.float16), np.ones((2, 4, MODEL), np.float16)
+    codes: Any = np.zeros((1, 6, 1, 4), np.uint8)
+
+    def work(comm: Communicator) -> Any:
+        return distributed.attention_allreduce_vjp(q, codes, codes, w_out, comm)
+
+    for raised in errors_of(2, work):
+        assert isinstance(raised, NotImplementedError) and "gradients of attention with FP8 arrays" in str(raised)
+
+
 def test_a_bad_dy_is_told_on_every_rank() -> None:
     arrays = make(np.random.default_rng(0), (2, 2), (9, 9), 1)
     dy = arrays.pop("dy")

@@ -82,6 +82,15 @@ def test_info_tells_candidates_apart_and_what_is_not_known(capsys: pytest.Captur
     assert sum("runs" in row for row in rows) == 2 and any("x1." in row for row in rows)
 
 
+@pytest.mark.parametrize(
+    "given", ["--head-dim 128 --heads 16 --seqlen 2048 --causal", "--heads 16", "--seqlen-k 3 --window", ""]
+)
+def test_info_tells_candidates_apart_on_hopper(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "--dtype", "bfloat16", "--arch", "sm_90a", *given.split()]) == 0
+    rows = capsys.readouterr().out.partition("candidates for ")[2].splitlines()[1:]
+    assert len({row.removesuffix("runs").rstrip() for row in rows}) == len(rows) > 5
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "cache"))
@@ -106,6 +115,16 @@ def test_info_knows_what_was_refused_here(
     assert main(["info", *given]) == 0
     words = capsys.readouterr().out.partition("candidates for ")[2]
     assert COMPILER in words and "refused: it spills 72 bytes a thread" in words
+
+
+def test_info_lists_each_named_gpu_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    device: Any = CpuDevice((9, 0), num_sms=78)
+    device.has_wgmma = True
+    monkeypatch.setattr(candidates, "device_here", lambda: device)
+    # Without its own instructions a Hopper takes other kernels, as with an older NVRTC.
+    assert main(["info", "--dtype", "float16", "--arch", "sm_90", "sm_90a", "sm_90"]) == 0
+    titles = [line for line in capsys.readouterr().out.splitlines() if line.startswith("candidates for")]
+    assert ["on sm_90, 132" in titles[0], "on sm_90a, 78" in titles[1]] == [True] * len(titles)
 
 
 class Clock:
@@ -188,6 +207,22 @@ def test_tune_times_every_candidate(
     words = capsys.readouterr().out
     assert "[1/1] float32 b1 h2 70x70 d32 causal on sm_75, 4 multiprocessors" in words and "1000.0 us" in words
     assert "chosen within 5% of the best: 100.0% of 2 passes" in words
+
+
+def test_tune_prepares_a_block_mask_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A mask whose first call is captured is refused.
+    masks: set[int] = set()
+
+    def run(direction: str, work: Any, grads: dict[str, Any]) -> None:
+        masks.add(work._block_mask.serial)
+
+    device: Any = CpuDevice((8, 0), num_sms=4)
+    problem = problems.problem_of(SimpleNamespace(dtype="float16", seqlen=200, block_mask=True))  # type: ignore[arg-type]
+    found = candidates.candidates_of(problem, candidates.gpu_here(device))
+    monkeypatch.setattr(candidates, "run", run)
+    clock: Any = Clock()
+    times = tune._times(problem, device, found, clock, 1)
+    assert clock.calls == len(times) == len(found) > 2 and len(masks) == 1
 
 
 def test_tune_compiles_alone(

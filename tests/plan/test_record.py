@@ -27,6 +27,7 @@ from cuflash.plan import (
     sm90_backward_tiles,
     sm90_forward,
     sm90_forward_listing,
+    sm90_grid,
     sm90_tiles,
 )
 from cuflash.plan.config import KNOWN_TO_ALL, OF_RULES
@@ -145,6 +146,7 @@ def test_every_record_of_hoppers_forward_pass_is_the_first_of_a_listed_problem()
         return chosen
 
     taken = sm90_forward.taken
+    sm90_grid.for_grid.cache_clear()
     with mock.patch.object(sm90_forward, "taken", note):
         configs = [config for config, _ in sm90_forward_listing.table()]
     assert any(config.copies_rows for config in configs)
