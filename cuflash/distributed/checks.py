@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from cuflash import interop
 from cuflash.problem import checks
 from cuflash.problem.attention_problem import DTYPES, AttentionProblem
 from cuflash.problem.gradients import check_like
@@ -23,6 +24,7 @@ def check_edges(cu_seqlens: Any) -> list[int]:
             f"cu_seqlens: expected a NumPy int32 array (num_sequences + 1,), of all ranks together, "
             f"got {type(cu_seqlens).__name__}"
         )
+    interop.refuse_masked("cu_seqlens", cu_seqlens)
     if cu_seqlens.dtype != np.int32:
         raise TypeError(f"cu_seqlens: expected dtype int32, got {cu_seqlens.dtype.name}")
     if cu_seqlens.ndim != 1 or not cu_seqlens.size:

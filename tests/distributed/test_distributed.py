@@ -157,6 +157,17 @@ def test_an_array_that_is_none_is_named(scheme: str, name: str) -> None:
         assert f"rank 1 of 2 finds the call invalid: TypeError: {name}" in str(error)
 
 
+def test_masked_cu_seqlens_are_refused() -> None:
+    edges: Any = np.ma.masked_array(np.array([0, 8], np.int32))
+
+    def work(comm: Communicator) -> Any:
+        x = ones(comm)[0]
+        return distributed.ring_attention(x, x, x, comm, cu_seqlens=edges)
+
+    for error in errors_of(2, work):
+        assert isinstance(error, TypeError) and str(error).startswith("cu_seqlens: expected an array that masks")
+
+
 @pytest.mark.parametrize("name", ["bias", "mask", "q_lengths", "kv_lengths", "block_mask", "block_table"])
 def test_options_of_the_whole_matrix_are_refused(name: str) -> None:
     errors = errors_of(2, lambda comm: call(comm, 4, **{name: np.ones(1)}))
