@@ -200,7 +200,7 @@ def _from_dlpack(name: str, x: Any) -> Array:
 
 
 def _is_writable(x: Any) -> bool:
-    """Whether an exporter's memory may be written though NumPy's array over it may not.
+    """Return True if an exporter's memory may be written though NumPy's array over it may not.
 
     NumPy takes memory for read-only if it comes by the protocol before 1.0, which has no word for that and is therefore
     not to be used for such memory.

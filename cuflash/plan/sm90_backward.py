@@ -32,7 +32,7 @@ from cuflash.plan.config import (
     with_rules,
     without_window,
 )
-from cuflash.plan.record import IN_ORDER, SHORT, Record, candidates, narrowest
+from cuflash.plan.record import HOPPER, IN_ORDER, SHORT, Record, candidates, narrowest
 from cuflash.plan.sm90_backward_tiles import (
     BIAS_BY_ELEMENTS,
     MASK_BY_ELEMENTS,
@@ -51,7 +51,6 @@ from cuflash.rules.form import NO_RULES
 HANDLES = (*KNOWN_TO_ALL, *OF_RULES)  # the flags that these kernels know
 # ROWS runs before the main kernel and prepares what that loads of each query. DQ runs last and writes dq from sums.
 ROWS, DQ = "backward_sm90_rows", "backward_sm90_dq"
-_CAPABILITY = 9, 0
 _SHORT = 4096  # most queries that see a key where they are few
 _GROUP_OF_DRAWS = 16  # queries whose random bits are drawn at once
 _EARLY_DRAWS_OF_SPLITS = 3  # groups of them that are drawn early where thread blocks share queries
@@ -211,7 +210,7 @@ def _chosen(
         return not signed and _buffers(record, asked)["smem_bytes"] <= hardware.SMEM_BYTES
 
     lines = [line for table in (NARROW_TABLE, WIDE_TABLE) for line in narrowest(table, *dims)]
-    found = candidates(lines, asked, _CAPABILITY, fits, _predicted)
+    found = candidates(lines, asked, HOPPER, fits, _predicted)
     # No tile of the widest head dims leaves room for tiles of a bias.
     return (asked, found) if found or not bias_tiles else _chosen(problem, False, mask_vectors)
 

@@ -34,7 +34,7 @@ class Sm90Tile:
     waits_after_powers: bool = False  # powers and draws come before the wait for the last product with values
 
 
-# What a problem is like, besides its options.
+# These words say what a problem is like, besides its options.
 FEW_QUERIES = "few queries"  # one tile has the queries of a head
 MANY, VERY_MANY = "many keys", "very many keys"
 WINDOW, NARROW_WINDOW = "window", "narrow window"  # a narrow one hides less of a small tile

@@ -37,7 +37,7 @@ from cuflash.plan.config import (
     without_window,
 )
 from cuflash.plan.entries import key_results
-from cuflash.plan.record import UNUSUAL_SCALE, Capability, Record, candidates, narrowest
+from cuflash.plan.record import HOPPER, UNUSUAL_SCALE, Record, candidates, narrowest
 from cuflash.plan.sm90_forward import REGISTERS, SMEM_BESIDE_TILES, Sm90Config
 from cuflash.plan.split_tiles import (
     BACKWARD,
@@ -53,7 +53,6 @@ from cuflash.plan.split_tiles import (
 )
 from cuflash.problem.attention_problem import AttentionProblem
 
-_HOPPER: Capability = (9, 0)
 HANDLES = (*KNOWN_TO_ALL, *OF_RULES)  # the flags that these kernels know
 # An element of weights, v and dout has so many float16 parts, by precision; an element of q and k has its own number,
 # by the former. One part has the 11 bits of TF32.
@@ -248,7 +247,7 @@ def forward(problem: AttentionProblem) -> tuple[SplitForwardConfig, ...]:
     found = candidates(
         narrowest(FORWARD[parts], problem.head_dim, problem.head_dim_v),
         _asked(problem),
-        _HOPPER,
+        HOPPER,
         lambda record: not has_blocks or _holds_words(record.tile.block_n),
         _predicted,
     )

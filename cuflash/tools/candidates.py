@@ -55,7 +55,7 @@ _FAMILIES = {
 
 @dataclass(frozen=True)
 class Gpu:
-    """What plans ask of a GPU (see `cuda.device.Device`), which may not be here."""
+    """A GPU that may not be here, with what plans ask of one (see `cuda.device.Device`)."""
 
     arch: str
     capability: tuple[int, int]
@@ -156,7 +156,7 @@ class Candidate(NamedTuple):
 
     @property
     def prediction(self) -> str:
-        """What is predicted, for users."""
+        """The predicted time in words, for users."""
         if self.predicted_us is not None:
             return f"{self.predicted_us:.1f} us"
         if self.weight is not None:
@@ -164,7 +164,7 @@ class Candidate(NamedTuple):
         return "as the table stands"
 
     def as_json(self) -> dict[str, Any]:
-        """What is known, for programs."""
+        """The candidate's facts as JSON, for programs."""
         return {
             "direction": self.direction,
             "family": self.family,

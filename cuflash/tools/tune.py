@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Built(NamedTuple):
-    """What the compiler says of a kernel."""
+    """A kernel's figures, as the compiler reports them."""
 
     registers: int
     spilled_bytes: int  # local memory of a thread beyond what it has by design
