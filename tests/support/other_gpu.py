@@ -34,7 +34,9 @@ class OtherGpu(cuda_device.Device):
         known = [x for x in cupy.cuda.nvrtc.getSupportedArchs() if number <= x < own]
         self._ptx_arch = f"compute_{min(known)}" if known else None
         self.capability, self.smem_limit, self.has_wgmma = capability, hardware.smem_limit(arch), False
-        self.compiler += f", kernels of {arch}"
+        # The net under spills is off, as without a compiler: what the driver's assembler, or NVRTC for this GPU, spills
+        # of a kernel says nothing of the other GPU's code, and a later candidate would run in the row's place.
+        self.compiler = ""
 
     def load(self, source: str, entry: str, smem_bytes: int, options: tuple[str, ...] = ()) -> cuda_device.LoadedKernel:
         assert smem_bytes <= self.smem_limit
