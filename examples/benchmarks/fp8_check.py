@@ -27,6 +27,9 @@ WEIGHT_FACTOR = 2.0**8  # e4m3 weights are numbers of a row's or tile's largest 
 WEIGHT_ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, CODES: 2.0**-4}
 LEAST_ROUNDING = {"float16": 2.0**-25, "bfloat16": 0.0, CODES: 2.0**-10 / WEIGHT_FACTOR}
 RESULT_ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}
+# Softcap is by the tanh instruction, with this relative error, in Hopper's kernels, and in others without more options.
+TANH_ERROR = 2.0**-11
+LSE_ERROR = 1e-4  # float32 sums and ex2, in a row's lse
 SUMS_ROUNDING = 2e-5  # float32 sums by tensor cores, as a part of the mean of |v|
 THREADS = 8  # which compile kernels at the same time
 
@@ -149,10 +152,13 @@ def share_of_bound(seed: int, xp: Any) -> tuple[str, float]:
     host = [x if xp is np else x.get() for x in (out, lse)]
     found, found_lse = (x.astype(np.float64) for x in host)
     eps = RESULT_ROUNDING[host[0].dtype.name]
-    size = np.abs(true.out) + true.rounding
-    most = true.rounding + eps * size + SUMS_ROUNDING * true.mean_size + np.finfo(np.float16).smallest_subnormal
+    # Scores off by up to s move lse by up to s, and so a weight by a factor of exp(2 s) at most.
+    of_scores = problem.numbers_options.get("softcap", 0.0) * TANH_ERROR
+    rounding = true.rounding + np.expm1(2 * of_scores) * (true.mean_size + true.rounding)
+    size = np.abs(true.out) + rounding
+    most = rounding + eps * size + SUMS_ROUNDING * true.mean_size + np.finfo(np.float16).smallest_subnormal
     with np.errstate(invalid="ignore"):
-        of_lse = np.where(found_lse == true.lse, 0, np.abs(found_lse - true.lse)) / 1e-4
+        of_lse = np.where(found_lse == true.lse, 0, np.abs(found_lse - true.lse)) / (LSE_ERROR + of_scores)
         share = max(float(np.max(np.abs(found - true.out) / most)), float(np.max(of_lse)))
     return problem.name, share if np.isfinite(share) else np.inf
 
