@@ -46,7 +46,9 @@ GROUPS = (
 @pytest.mark.parametrize("names", GROUPS, ids=" and ".join)
 @pytest.mark.parametrize(("tool", "clean", "without_wgmma"), [(*MEMCHECK, ""), (*MEMCHECK, "1"), (*RACECHECK, "1")])
 def test_sanitizer_finds_nothing(tool: str, clean: str, without_wgmma: str, names: tuple[str, ...]) -> None:
-    environment = {**os.environ, WITHOUT_WGMMA: without_wgmma}
+    # The script imports what this process does, whether anything is installed or not.
+    path = os.pathsep.join(folder for folder in sys.path if folder)
+    environment = {**os.environ, "PYTHONPATH": path, WITHOUT_WGMMA: without_wgmma}
     script = [sys.executable, str(SCRIPT), *names]
     # Compiled and cached beforehand, as compilers are slow under the tool.
     for command in (script, [sanitizer(), "--tool", tool, *script]):
