@@ -18,7 +18,6 @@ from cuflash.plan.config import KernelConfig
 from cuflash.plan.portable_tiles import OPERAND_ENTRIES
 
 SOURCES = Path(cuda_src.__path__[0])
-PAGED = "forward", "forward_sm80", "fp8_forward_sm80"
 
 
 def configs() -> Iterator[KernelConfig]:
@@ -30,7 +29,7 @@ def configs() -> Iterator[KernelConfig]:
     for config in (*(x for table in tables for x, _ in table), *compiling.tables_of(compiling.HOPPER)):
         found.setdefault(config.entry, config)
     yield from found.values()
-    yield from (replace(found[name], entry=f"paged_{name}") for name in PAGED)
+    yield from (compiling.reading_pages(found[name]) for name in compiling.PAGED)
     yield from (replace(found[OPERAND_ENTRIES[0]], entry=name) for name in OPERAND_ENTRIES)
 
 

@@ -9,7 +9,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from compiling import ARCHITECTURES, HOPPER, assert_compiles_well, compiled, needs_compiler, source, tables_of
+from compiling import (
+    ARCHITECTURES,
+    HOPPER,
+    PAGED,
+    assert_compiles_well,
+    compiled,
+    needs_compiler,
+    reading_pages,
+    share_of,
+    source,
+    tables_of,
+)
 
 import cuflash
 from cuflash import hardware
@@ -44,6 +55,16 @@ def test_rows_compile_without_spills(arch: str, entry: str) -> None:
     """Rows of the tables that architectures share compile where `compiled` says."""
     for config in compiled(arch, [config for config in tables_of(arch) if config.entry == entry]):
         assert_compiles_well(arch, config)
+
+
+@needs_compiler
+@pytest.mark.whole
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_rows_compile_without_spills_where_they_read_pages(arch: str) -> None:
+    """Reading pages takes registers of its own, so that these are compiled beside the rows' own kernels."""
+    configs = [config for config in tables_of(arch) if config.entry in PAGED]
+    for config in share_of(arch, configs):
+        assert_compiles_well(arch, reading_pages(config))
 
 
 @pytest.mark.whole

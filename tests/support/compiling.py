@@ -7,6 +7,7 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 
 import pytest
@@ -24,6 +25,8 @@ ARCHITECTURES = (
     *("sm_100", "sm_103", "sm_110", "sm_120", "sm_121"),
 )
 HOPPER = "sm_90a"
+# Kernels whose configurations are those of an entry that reads pages, too.
+PAGED = "forward", "forward_sm80", "fp8_forward_sm80"
 
 
 def has_compiler() -> bool:
@@ -44,6 +47,12 @@ needs_compiler = pytest.mark.skipif(not has_compiler(), reason='no NVRTC with he
 
 def source(config: KernelConfig) -> str:
     return gpu_kernels.source_of(config)
+
+
+def reading_pages(config: KernelConfig) -> KernelConfig:
+    """Return the kernel of the same configuration that reads pages; its registers are its own."""
+    assert config.entry in PAGED
+    return replace(config, entry=f"paged_{config.entry}")
 
 
 def is_known(arch: str) -> bool:
@@ -78,6 +87,9 @@ def later_of(arch: str) -> dict[KernelConfig, list[tuple[KernelConfig, ...]]]:
     for own in chain(listing.of_any_gpu(hardware.capability_of(arch), hardware.smem_limit(arch)), of_hopper):
         for kernel in own.candidates[0]:
             found.setdefault(kernel, [*own.candidates[1:]])
+            if kernel.entry in PAGED:
+                later = [tuple(reading_pages(c) for c in kernels) for kernels in own.candidates[1:]]
+                found.setdefault(reading_pages(kernel), later)
     return found
 
 
@@ -104,11 +116,16 @@ def compiled(arch: str, configs: Sequence[KernelConfig]) -> list[KernelConfig]:
     same tables share so many of the others, each in its turn, that every option of each kernel occurs: NVRTC takes half
     a second for each. The quick tier has no more than these. ``python -m cuflash compile`` compiles all.
     """
-    sharing = alike(arch)
-    some = [c for i, c in enumerate(tiers.covering(configs, rows.options_of)) if sharing[i % len(sharing)] == arch]
+    some = share_of(arch, configs)
     if not tiers.is_whole():
         return some
     return [c for c in configs if own_architectures().get(c, arch) == arch or c in some]
+
+
+def share_of(arch: str, configs: Sequence[KernelConfig]) -> list[KernelConfig]:
+    """Choose records such that every option occurs in those of the architectures that have the same tables."""
+    sharing = alike(arch)
+    return [c for i, c in enumerate(tiers.covering(configs, rows.options_of)) if sharing[i % len(sharing)] == arch]
 
 
 @functools.cache  # some rows of a table are the same kernel
