@@ -47,6 +47,8 @@ _SMEM_KILOBYTES = {
 }
 SMALLEST_SMEM = min(_SMEM_KILOBYTES.values()) * 1024
 SMEM_BYTES = _SMEM_KILOBYTES["90"] * 1024  # bytes that a thread block may use on Hopper
+# Multiprocessors of the card of an architecture that most people have.
+_NUM_SMS = {"75": 40, "80": 108, "86": 84, "89": 128, "90": 132, "100": 148}
 
 
 def capability_of(arch: str) -> tuple[int, int]:
@@ -63,6 +65,11 @@ def smem_limit(arch: str) -> int:
     own, (major, _) = arch.removeprefix("sm_").rstrip("af"), capability_of(arch)
     kin = [number for number in _SMEM_KILOBYTES if capability_of(number)[0] == major] or ["86"]
     return _SMEM_KILOBYTES.get(own, _SMEM_KILOBYTES[kin[-1]]) * 1024
+
+
+def num_sms(arch: str) -> int:
+    """Multiprocessors of the usual card of ``"sm_90a"``, say; of an architecture without one as many as of an H100."""
+    return _NUM_SMS.get(arch.removeprefix("sm_").rstrip("af"), _NUM_SMS["90"])
 
 
 def whole_rows(size: int) -> int:

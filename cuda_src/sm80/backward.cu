@@ -1,11 +1,12 @@
 // Gradients by mma.sync for 16-bit inputs (sm_75 and newer): FlashAttention-2 (Dao 2023), Algorithm 2, in one pass. A
 // block keeps BLOCK_N keys and loops over the tiles of queries that see them. Scores are transposed, so weights and
 // their gradients stay in registers as left factors of dV and dK; dQ goes by way of shared memory, and is added up in
-// global memory (gradient_rows.cuh). QUERY_WARPS warps have the same FRAGMENTS * 16 keys, each other queries and other
-// columns of dv and dk. backward_rows.cu has the kernels before and behind; gradients.cuh is the version without
-// atomics, sm90/backward/backward.cu Hopper's.
+// global memory (gradient_rows.cuh), or written where a tile has all keys (ALL_KEYS). QUERY_WARPS warps have the same
+// FRAGMENTS * 16 keys, each other queries and other columns of dv and dk. backward_rows.cu has the kernels before and
+// behind; gradients.cuh is the version without atomics, sm90/backward/backward.cu Hopper's.
 #include "../fragment/gradient_fragment.cuh"
 #include "../fragment/slope_sum.cuh"
+#include "delta.cuh"
 #include "gradient_rows.cuh"
 #include "query_steps.cuh"
 
@@ -86,8 +87,8 @@ struct KeyWarp {
         own_values(values.from_row(warp_key)),
         shared_weights{ptx::shared_address(shared.weights)} {}
 
-  // load_first() loads the keys and values, and the operands of the first step.
-  DEVICE void load_first(QueryTileIterator& iterator, const Step& step) const {
+  // load_first_tiles() loads the keys and values, and the queries of the first step.
+  DEVICE void load_first_tiles(const Step& step) const {
     const i64 batch = batch_of(p, s);
     // Keys before first_seen are hidden from all queries.
     const int first_seen = Mask(p, s, step.head).columns(0).begin;
@@ -98,6 +99,26 @@ struct KeyWarp {
                   first_seen);
     }
     load_queries(p, shared, 0, step);
+  }
+
+  // prepare_queries() computes delta of all queries, and makes dq 0 of tiles of queries that see no key. Tiles that do
+  // are visited by this thread block alone, which then writes their dq.
+  DEVICE void prepare_queries() const {
+    const int group = group_size(p);
+    for (int head = shared.work.head * group; head < (shared.work.head + 1) * group; head++) {
+      const Blocks seeing = blocks_of_queries(p, s, head, 0, BLOCK_M, BLOCK_N);
+      for (int block = 0; block * BLOCK_M < s.rows_q; block++) {
+        write_delta(p, s, head, block * BLOCK_M);
+        float dq[DQ_FRAGMENTS][DQ_COLUMNS / 2];
+        clear_all(dq);
+        if (block < seeing.block || block >= seeing.end) write_dq(head, block, dq);
+      }
+    }
+    __syncthreads();
+  }
+
+  // load_first() loads the rest of the first step's operands, and waits for them.
+  DEVICE void load_first(QueryTileIterator& iterator, const Step& step) const {
     load_rows(p, shared, 0, step);
     commit_copies();
     iterator.advance();
@@ -188,10 +209,23 @@ struct KeyWarp {
     }
   }
 
+  // write_dq() writes the warp's part of a tile of dq that no other thread block adds to.
+  DEVICE void write_dq(int head, int block, const float (&dq)[DQ_FRAGMENTS][DQ_COLUMNS / 2]) const {
+    if (p.dq.data == nullptr) return;
+    const float scale = static_cast<float>(p.softmax_scale), factor[2] = {scale, scale};
+    const int column = warp % DQ_WARPS_N * DQ_COLUMNS;
+#pragma unroll
+    for (int f = 0; f < DQ_FRAGMENTS; f++) {
+      const int row = block * BLOCK_M + (warp / DQ_WARPS_N * DQ_FRAGMENTS + f) * 16 + fragment_row();
+      write_fragment(p.dq.at(batch_of(p, s), s.row_q, head) + column, p.dq.row_stride, row, s.len_q, s.rows_q,
+                     p.head_dim - column, dq[f], factor);
+    }
+  }
+
   // add_dq() computes dQ = dS K of a tile of queries, of which the warp has some rows and columns, and adds it to its
   // sum.
   DEVICE void add_dq(const StepTiles& tiles, u32 stage, int head, int block) const {
-    if (!COMPUTES_DK || p.dq_sum == nullptr) return;
+    if (!COMPUTES_DK || (!ALL_KEYS && p.dq_sum == nullptr)) return;
     const int dq_warp = warp / DQ_WARPS_N, column = warp % DQ_WARPS_N * DQ_COLUMNS;
     int known = 0;
     if constexpr (DETERMINISTIC) {
@@ -201,6 +235,7 @@ struct KeyWarp {
     float dq[DQ_FRAGMENTS][DQ_COLUMNS / 2];
     clear_all(dq);
     multiply_columns(dq, tiles.gradients, dq_warp * DQ_FRAGMENTS * 16, keys, column);
+    if constexpr (ALL_KEYS) return write_dq(head, block, dq);
     const i64 number = query_tile(p, s, head, block, BLOCK_M);
     float* sum = own_sum_at(p, number);
     if constexpr (DETERMINISTIC) {
@@ -271,6 +306,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
   QueryTileIterator iterator(p, shared.work);  // in the loop it is a step ahead
   Step step(iterator);
   bool exists = !iterator.done();
+  if (exists) own.load_first_tiles(step);
+  if constexpr (ALL_KEYS) own.prepare_queries();  // while these arrive
   if (exists) own.load_first(iterator, step);
   for (u32 stage = 0; exists; stage ^= STAGES - 1) {
     const StepTiles tiles(shared, stage);

@@ -34,7 +34,13 @@ _FORWARD = (gpu_sm90.forward, gpu_split.forward, gpu_sm80.forward, _by_halves, g
 _FORWARD_ALIKE = (gpu_sm80.forward_alike, gpu_portable.forward)
 # These forward passes read pages where they lie.
 _PAGED_FORWARD = (gpu_sm80.paged_forward, gpu_portable.paged_forward)
-_BACKWARD = (gpu_sm90.backward, gpu_split.backward, gpu_sm80.backward, gpu_sm80.wide_backward)
+_BACKWARD = (
+    gpu_sm80.backward_alone,
+    gpu_sm90.backward,
+    gpu_split.backward,
+    gpu_sm80.backward,
+    gpu_sm80.wide_backward,
+)
 
 
 def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Array | None) -> Recording:

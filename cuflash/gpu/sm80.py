@@ -139,6 +139,22 @@ def fp8_forward(work: Work) -> bool:
     return _run_forward(work, sm80_fp8.forward, is_alike=work.problem.split_size is not None, entry=entry)
 
 
+def backward_alone(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
+    """Do as `backward` does by one kernel, whose tile has all keys; None where that is slower, or no kernel does it."""
+    if "alibi_slopes" in grads:
+        return None
+    place = _place(work, "q", "k", "v", "dout", "out")
+    candidates = sm80_backward.all_keys(*place, num_sms=work.device.num_sms)
+    kernels = [tuple(_Gradient(MAIN, config) for config in each) for each in candidates]
+    chosen = work.chosen_pass(kernels, others_serve=True)
+    if not chosen:
+        return None
+    (kernel,) = chosen
+    of_inputs = {f"d{name}": x for name, x in grads.items() if name in ("q", "k", "v")}
+    work.run(kernel, work.arrays | with_dlse | of_inputs)
+    return {name: x for name, x in grads.items() if name not in ("q", "k", "v")}
+
+
 def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
     """Write dk, dv and delta, and dq and the slopes' gradient unless there is a block mask and bits must repeat.
 

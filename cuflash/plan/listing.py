@@ -27,7 +27,7 @@ from cuflash.plan import (
 from cuflash.plan.config import KNOWN_TO_ALL, OF_RULES, WIDEST
 from cuflash.plan.portable_tiles import OPERAND_ENTRIES, PORTABLE
 from cuflash.plan.record import Capability, Record
-from cuflash.plan.sm80_tiles import BACKWARD, FORWARD, FP8, OF_BIAS, OF_QUERIES
+from cuflash.plan.sm80_tiles import ALONE, BACKWARD, FORWARD, FP8, OF_BIAS, OF_QUERIES
 from cuflash.problem.attention_problem import HALF_DTYPES, AttentionProblem, accum_of
 from cuflash.rules.form import NO_RULES, trace_rules
 
@@ -148,8 +148,21 @@ def of_backward(capability: Capability, limit: int) -> Iterator[Pass]:
         place = capability, limit
         with_slopes = partial(sm80_backward.backward, dslopes=True)
         yield from _passes(_placed(with_slopes, problems, *place), dtype)
+        yield from _passes(_placed(partial(sm80_backward.all_keys, num_sms=1), _alone(dtype), *place), dtype)
         yield from _passes(_placed(sm80_backward.of_queries, _problems(OF_QUERIES, dtype), *place), dtype)
         yield from _passes(_placed(sm80_backward.of_bias, _with_bias(_problems(OF_BIAS, dtype)), *place), dtype)
+
+
+def _alone(dtype: str) -> Iterator[AttentionProblem]:
+    """Yield problems that one tile has all keys of, for each tile without options, and once with all options."""
+    options = [flag for flag in KNOWN_TO_ALL if flag != _BLOCK_MASK]
+    for dims, lines in _by_head_dims(ALONE).items():
+        for tile in (line.tile for line in lines):
+            # With more sequences than multiprocessors several thread blocks share one.
+            sizes = {"batch": tile.min_blocks, "seqlen_q": tile.block_m, "seqlen_k": tile.block_n}
+            yield replace(problem_of(dtype, *dims, ()), **sizes)
+        with_all = problem_of(dtype, *dims, options)
+        yield replace(with_all, seqlen_q=lines[1].tile.block_m, seqlen_k=lines[1].tile.block_n)
 
 
 def _with_bias(problems: Iterable[AttentionProblem]) -> Iterator[AttentionProblem]:

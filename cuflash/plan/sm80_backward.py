@@ -8,6 +8,7 @@ the records of all.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +27,17 @@ from cuflash.plan.sm80_forward import (
     meets_whole_blocks,
     query_configs,
 )
-from cuflash.plan.sm80_tiles import BACKWARD, BIAS, MAIN, OF_BIAS, OF_QUERIES, ORDERED_DQ, Sm80BackwardTile, Sm80Tile
+from cuflash.plan.sm80_tiles import (
+    ALONE,
+    BACKWARD,
+    BIAS,
+    MAIN,
+    OF_BIAS,
+    OF_QUERIES,
+    ORDERED_DQ,
+    Sm80BackwardTile,
+    Sm80Tile,
+)
 from cuflash.problem.attention_problem import AttentionProblem
 from cuflash.rules.form import NO_RULES
 
@@ -36,6 +47,12 @@ HANDLES = (*KNOWN_TO_ALL, *OF_RULES)
 # Thread blocks that share a multiprocessor are faster where a tile of keys meets at most so many queries.
 _SHORT = 1024
 _ROW_WARPS = 4  # most warps of a thread block of the kernel before the gradients
+# A kernel whose tile has all keys is launched alone. Its thread blocks visit tiles of queries one after the other, so
+# that three launches with more thread blocks are faster where these have more elements of queries. On an H200 a tile
+# takes 8 to 10 us, two take 14, four of head dim 64 take 19 and four of head dim 160 take 33; three launches take 20.
+_MOST_ELEMENTS_ALONE = 1 << 14
+# A warp computes so many scores while its thread block begins and ends, and while a step waits for others.
+_LAUNCH, _STEP = 480, 250
 # GPUs from this capability on add to global memory by vectors of four floats, or in bulk out of shared memory.
 _LARGE_ADDS = (9, 0)
 ROWS, DQ = "backward_sm80_rows", "backward_sm80_dq"
@@ -56,6 +73,7 @@ class Sm80BackwardConfig(Sm80Config):
     deterministic: bool  # tiles of keys add to dq in a fixed order
     writes_dslopes: bool = False  # the kernel, which computes dk, adds up the gradient of ALiBi's slopes
     turns: int = 8  # counters of a query tile that keep this order: one for each warp, at most
+    all_keys: bool = False  # a tile has all keys of its head: its thread block computes delta, and writes dq itself
 
 
 def _smem_bytes(tile: Sm80BackwardTile, row: Record[Sm80BackwardTile], computes_dk: bool) -> int:
@@ -105,37 +123,86 @@ def backward(
 
     `place` has the fields of `Place`. With `dslopes` they add up the gradient of ALiBi's slopes, where they can.
     """
-    own = Place(*place)
-    if problem.dtype not in dtypes(own.capability) or not_taken(HANDLES, problem):
-        return ()
-    is_short, keys_of_block = _is_short(problem), problem.block_size[1]
+    is_short = _is_short(problem)
 
     def takes(record: Record[Sm80BackwardTile]) -> bool:
         tile = record.tile
-        has_room = fits(tile.min_blocks, _smem_bytes(tile, record, True), own.limit)
-        adds = own.capability >= _LARGE_ADDS or not tile.bulk_adds
-        return has_room and adds and (is_short or not tile.short) and meets_whole_blocks(tile.block_n, keys_of_block)
+        adds = Place(*place).capability >= _LARGE_ADDS or not tile.bulk_adds
+        return adds and (is_short or not tile.short)
+
+    found = _candidates(problem, Place(*place), BACKWARD, takes, sm80_times.of_keys)
+    return tuple(tuple(map(with_dslopes, configs)) for configs in found) if dslopes else found
+
+
+@kept
+def all_keys(problem: AttentionProblem, *place: Any, num_sms: int) -> tuple[tuple[Sm80BackwardConfig, ...], ...]:
+    """The candidates for the only kernel where a tile has all keys, the fastest first; none where others are faster.
+
+    Bits repeat without an order of additions, because each result is one thread block's. `place` has the fields of
+    `Place`.
+    """
+    if problem.packed or problem.block_mask or problem.is_empty:
+        return ()
+    problem = replace(problem, deterministic=False)
+    blocks = problem.batch * problem.num_heads_kv
+
+    def tiles_of(tile: Sm80BackwardTile) -> int:
+        return problem.group_size * -(-problem.seqlen_q // tile.block_m)
+
+    def waves_of(tile: Sm80BackwardTile) -> int:
+        return -(-blocks // (num_sms * tile.min_blocks))
+
+    def takes(record: Record[Sm80BackwardTile]) -> bool:
+        tile = record.tile
+        is_fast = tiles_of(tile) * tile.block_m * record.head_dim <= _MOST_ELEMENTS_ALONE
+        if waves_of(tile) > 1:  # a thread block has to hide what another waits for
+            is_fast &= tiles_of(tile) == 1 and tile.min_blocks > 1
+        return is_fast and tile.block_n >= problem.seqlen_k
+
+    def time(record: Record[Sm80BackwardTile]) -> float:
+        tile = record.tile
+        step = _STEP + tile.block_m * tile.block_n / tile.num_warps
+        return waves_of(tile) * (_LAUNCH + tiles_of(tile) * step)
+
+    found = _candidates(problem, Place(*place), ALONE, takes, time)
+    return tuple((replace(config, all_keys=True),) for (config,) in found)
+
+
+def _candidates(
+    problem: AttentionProblem,
+    place: Place,
+    table: tuple[Record[Sm80BackwardTile], ...],
+    takes: Callable[[Record[Sm80BackwardTile]], bool],
+    time: Callable[[Record[Sm80BackwardTile]], float],
+) -> tuple[tuple[Sm80BackwardConfig, ...], ...]:
+    if problem.dtype not in dtypes(place.capability) or not_taken(HANDLES, problem):
+        return ()
+    keys_of_block = problem.block_size[1]
+
+    def fitting(record: Record[Sm80BackwardTile]) -> bool:
+        tile = record.tile
+        has_room = fits(tile.min_blocks, _smem_bytes(tile, record, True), place.limit)
+        return has_room and meets_whole_blocks(tile.block_n, keys_of_block) and takes(record)
 
     def config_of(record: Record[Sm80BackwardTile], computes_dk: bool, computes_dv: bool) -> Sm80BackwardConfig:
         config = Sm80BackwardConfig(
             entry=MAIN,
-            vector_adds=own.capability >= _LARGE_ADDS,
+            vector_adds=place.capability >= _LARGE_ADDS,
             plain_scores=are_products(flags_of(problem)),
             computes_dk=computes_dk,
             computes_dv=computes_dv,
             deterministic=bool(problem.deterministic and not problem.block_mask),
             smem_bytes=_smem_bytes(record.tile, record, computes_dk),
-            **constants(Sm80BackwardConfig, record, problem, own),
+            **constants(Sm80BackwardConfig, record, problem, place),
         )
-        config = with_rules(config, problem)
-        return with_dslopes(config) if dslopes else config
+        return with_rules(config, problem)
 
     def of_record(record: Record[Sm80BackwardTile]) -> tuple[Sm80BackwardConfig, ...]:
         passes = ((True, True),) if record.tile.together else ((True, False), (False, True))
         return tuple(config_of(record, *computes) for computes in passes)
 
-    lines = narrowest(BACKWARD, problem.head_dim, problem.head_dim_v)
-    found = candidates(lines, asked_of(problem, own), own.capability, takes, sm80_times.of_keys)
+    lines = narrowest(table, problem.head_dim, problem.head_dim_v)
+    found = candidates(lines, asked_of(problem, place), place.capability, fitting, time)
     return tuple(dict.fromkeys(map(of_record, found)))
 
 

@@ -205,3 +205,15 @@ BACKWARD: tuple[Record[Sm80BackwardTile], ...] = (
         Record(Sm80BackwardTile(32, 16, 2, 1, False, query_warps=2)),  # fits 64 KB of shared memory
     ),
 )  # fmt: skip
+# A tile of these has all keys, and no other tile adds to its dq. A thread block has few steps, whose latency counts:
+# those with many warps are the fastest unless several thread blocks share a multiprocessor.
+_SMALL = Sm80BackwardTile(32, 32, 4, 1, True, min_blocks=2, query_warps=2)
+_SQUARE = Sm80BackwardTile(64, 64, 8, 1, True, query_warps=2)
+ALONE: tuple[Record[Sm80BackwardTile], ...] = (
+    *records((MAIN,), HALF, (64, 64), *map(Record, (_SMALL, _SQUARE, _HALF, replace(_SQUARE, block_n=128)))),
+    *records(
+        (MAIN,), HALF, (128, 128), Record(_SMALL), Record(_SQUARE), Record(replace(_WHOLE, stages=1), _MORE),
+    ),
+    *records((MAIN,), HALF, (192, 192), *map(Record, (_SMALL, _OF_192))),
+    *records((MAIN,), HALF, (256, 256), *map(Record, (_SMALL, Sm80BackwardTile(64, 64, 8, 1, True, query_warps=4)))),
+)  # fmt: skip

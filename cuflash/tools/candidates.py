@@ -22,7 +22,7 @@ from cuflash.gpu.ahead import Rehearsal
 from cuflash.gpu.kernels import source_of
 from cuflash.gpu.launch import Kernel, Work
 from cuflash.gpu.trial import Place
-from cuflash.hardware import ALIGNMENT, capability_of, smem_limit
+from cuflash.hardware import ALIGNMENT, capability_of, num_sms, smem_limit
 from cuflash.plan import sm80_times, sm90_few_queries, sm90_forward, sm90_grid, sm90_times
 from cuflash.plan.config import KernelConfig, flags_of, has_plain_scale, without_window
 from cuflash.plan.entries import file_of
@@ -37,9 +37,6 @@ from cuflash.tools import problems
 
 FORWARD, BACKWARD = "forward", "backward"
 DIRECTIONS = FORWARD, BACKWARD
-# Multiprocessors of the card of an architecture that most people have; of the others as many as of an H100.
-_MULTIPROCESSORS = {"sm_75": 40, "sm_80": 108, "sm_86": 84, "sm_89": 128, "sm_100": 148}
-_MANY = 132
 # These fields of configurations follow from others, or are the problem's.
 _NO_DETAILS = ("smem_bytes", "rules")
 # Families by parts of the paths of their files, the first that is found.
@@ -99,15 +96,8 @@ class _Nothing:
 
 def gpu_of(arch: str, aligned: bool = True) -> Gpu:
     """Return the usual card of an architecture."""
-    key, offset = arch.rstrip("af"), 0 if aligned else ALIGNMENT // 2
-    return Gpu(
-        arch,
-        capability_of(arch),
-        smem_limit(arch),
-        _MULTIPROCESSORS.get(key, _MANY),
-        arch == "sm_90a",
-        offset=offset,
-    )
+    offset = 0 if aligned else ALIGNMENT // 2
+    return Gpu(arch, capability_of(arch), smem_limit(arch), num_sms(arch), arch == "sm_90a", offset=offset)
 
 
 def device_here() -> Device | None:

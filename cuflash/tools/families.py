@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cuflash.hardware import capability_of, smem_limit
+from cuflash.hardware import capability_of, num_sms, smem_limit
 from cuflash.plan import sm80_backward, sm80_forward, sm80_kinds, sm80_wide, sm90_backward, sm90_forward
 from cuflash.plan import split as plan_split
 from cuflash.plan.config import BY_HALVES, KernelConfig, of_half
@@ -42,6 +42,8 @@ def _forward(problem: AttentionProblem, arch: str, aligned: bool) -> str:
 
 def _backward(problem: AttentionProblem, arch: str, aligned: bool) -> str:
     place = _place(arch, aligned)
+    if alone := sm80_backward.all_keys(problem, *place, num_sms=num_sms(arch)):
+        return _by_mma(*alone[0])
     if place[1] == (9, 0):
         if aligned and not sm90_backward.obstacle(problem):
             return sm90_backward.reason(problem)

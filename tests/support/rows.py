@@ -49,6 +49,7 @@ _TOLD_APART = (
     "splits_queries",
     "aligned",
     "computes_dk",
+    "all_keys",
 )
 _OF_BIAS = (sm80_backward.BIAS, "wide_bias", "parts_bias", "backward_bias")
 _ANY_HEAD_DIM = 32  # where a kernel does not depend on it
@@ -149,6 +150,8 @@ def case_of(config: KernelConfig, dtype: str) -> Case:
     queries, keys = LENGTHS
     if isinstance(config, sm90_forward.Sm90ForwardConfig):
         queries, keys = lengths_of(config, dtype)
+    elif of.get("all_keys"):
+        queries, keys = config.block_m + 5, config.block_n - 3
     elif config.entry == sm80_backward.MAIN and is_for_long_walks(config):
         queries = sm80_backward._SHORT + queries
     if of.get("has_mask_vectors") or of.get("has_mask_tiles"):
@@ -225,6 +228,10 @@ def short_pairs(config: KernelConfig) -> Iterator[None]:
 @contextmanager
 def small_grid(config: KernelConfig) -> Iterator[None]:
     """Say which tile and how many splits of keys, or of queries, a problem takes, as problems are small."""
+    if getattr(config, "all_keys", False):
+        with mock.patch.object(sm80_backward, "all_keys", return_value=((config,),)):
+            yield
+        return
     if isinstance(config, sm90_backward.Sm90BackwardConfig):
         splits = sm90_query_splits.QuerySplits(2, 2) if config.splits_queries else sm90_query_splits.WHOLE_QUERIES
         with mock.patch.object(gpu_sm90, "splits_of", return_value=splits):
