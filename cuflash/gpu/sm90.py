@@ -177,8 +177,8 @@ class Dq(_OfQueries):
     def extra_arguments(
         self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int
     ) -> ExtraArguments:
-        """Return a grid of as many thread blocks as run at once, and no arguments."""
-        return ExtraArguments((min(tiles, device.num_sms),))
+        """Return a grid of as many thread blocks as run at once, but no more than pieces, and no arguments."""
+        return ExtraArguments((min(tiles * self.config.dq_pieces, device.num_sms),))
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
 // ---- The kernel behind the pass converts dq; a warpgroup converts a piece at a time.
 constexpr u32 SUM_BYTES = DQ_PIECE * sizeof(float), NO_SUM = ~0u;
-constexpr int CHUNK = 16;  // pieces of sums that a thread block takes at a time
+constexpr int CHUNK = 16;  // most pieces of sums that a thread block takes at a time
 
 // SumStorage is the shared memory of the second kernel.
 struct SumStorage {
@@ -185,12 +185,13 @@ DEVICE void load_sums(const AttentionParams& p, SumStorage& shared, SumRing ring
     }
     ring.advance();
   };
+  // In a small grid each thread block has one chunk, and need not ask for it.
+  const u32 size = min(CHUNK, ceil_div(pieces, gridDim.x));
+  const bool asks = p.dq_order != nullptr && gridDim.x * size < pieces;
   for (u32 chunk = blockIdx.x;; chunk += gridDim.x) {
-    if (p.dq_order != nullptr) {
-      chunk = __shfl_sync(ALL_LANES, lane() == 0 ? atomicAdd(chunks_taken(p), 1) : 0, 0);
-    }
-    if (chunk * CHUNK >= pieces) break;
-    const u32 piece = min(chunk * CHUNK + lane() % CHUNK, pieces - 1);
+    if (asks) chunk = __shfl_sync(ALL_LANES, lane() == 0 ? atomicAdd(chunks_taken(p), 1) : 0, 0);
+    if (chunk * size >= pieces) break;
+    const u32 piece = min(chunk * size + lane() % CHUNK, pieces - 1);
     const i64 number = piece / DQ_PIECES;
     while (by_heads && ptx::load_acquire(warps_done_at(p, number)) != all) {
     }
@@ -203,8 +204,8 @@ DEVICE void load_sums(const AttentionParams& p, SumStorage& shared, SumRing ring
       }
     }
     __syncwarp();
-    for (int i = 0; i < CHUNK && chunk * CHUNK + i < pieces; i++) {
-      hand_on(chunk * CHUNK + i, __shfl_sync(ALL_LANES, found, i));
+    for (u32 i = 0; i < size && chunk * size + i < pieces; i++) {
+      hand_on(chunk * size + i, __shfl_sync(ALL_LANES, found, i));
     }
   }
   for (int i = 0; i < CONSUMERS; i++) hand_on(NO_SUM, 0);
