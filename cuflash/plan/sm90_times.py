@@ -13,8 +13,10 @@ from cuflash.problem.attention_problem import AttentionProblem
 # save.
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _MOST_BLOCKS = 2  # most splits of tiles that a multiprocessor is given where tiles alone leave some idle
-# Where tiles alone keep all busy, but the last ones only some of them, so few splits make the last round short.
+# Where tiles alone keep all busy, but the last ones few of them, so few splits make the last round short. Predictions
+# can tell a gain where whole rounds take at least so many times as long as they would if all were busy.
 _FEW_SPLITS = 3
+_SHORT_ROUND = 1.2
 
 
 class Times(NamedTuple):
@@ -48,6 +50,7 @@ _MERGE = Merge(4.2, 0.68)
 # The steps of tiles that were not measured are predicted by the line through the two that were, of head dim 128, with
 # the fewest and the most operations: microseconds of any step, and operations per microsecond and multiprocessor.
 _STEP, _FLOPS = 0.37, 7.9e6
+_ROWS_OF_HEADS = 1.5  # microseconds more of a tile with rows of several heads, which are stored one by one
 _OTHER = Times(1.5, 0.0, 4.0)  # times of a tile that was not measured; `times_of` fills in its step
 
 
@@ -84,11 +87,16 @@ def times_of(kernel: _Kernel) -> Times:
     return known or _OTHER._replace(step=_STEP + flops / _FLOPS)
 
 
-def merging_us(rows: int, head_dim_v: int, num_splits: int) -> float:
+def tile_us(kernel: _Tile) -> float:
+    """Microseconds of a tile of queries besides its steps."""
+    return times_of(kernel).tile + _ROWS_OF_HEADS * kernel.packs_heads
+
+
+def merging_us(rows: int, head_dim_v: int, num_splits: int, megabyte_us: float = _MERGE.megabyte) -> float:
     """Microseconds that merging the splits of so many rows takes; there is nothing to merge of one split."""
     if num_splits == 1:
         return 0.0
-    return _MERGE.launch + _MERGE.megabyte * FLOAT_BYTES * 1e-6 * rows * head_dim_v * num_splits
+    return _MERGE.launch + megabyte_us * FLOAT_BYTES * 1e-6 * rows * head_dim_v * num_splits
 
 
 def _queries(problem: AttentionProblem, kernel: _Tile) -> int:
@@ -117,18 +125,19 @@ def _steps(problem: AttentionProblem, kernel: _Tile) -> np.ndarray:
 def splits_worth_trying(problem: AttentionProblem, kernel: _Tile, num_sms: int) -> list[int]:
     """Return numbers of splits that leave each split two tiles of keys, and each multiprocessor few splits."""
     tiles, most_steps = num_tiles(problem, kernel), -(-problem.seqlen_k // kernel.block_n)
-    most = max(_MOST_BLOCKS * num_sms // tiles, _FEW_SPLITS if tiles > num_sms else 1)
+    has_short_round = tiles > num_sms and -(-tiles // num_sms) * num_sms >= _SHORT_ROUND * tiles
+    most = max(_MOST_BLOCKS * num_sms // tiles, _FEW_SPLITS if has_short_round else 1)
     once = max(num_sms // tiles, 1)
     return sorted(n for n in {*_SPLITS, once} if n == 1 or (n <= min(most, _SPLITS[-1]) and 2 * n <= most_steps))
 
 
-def _computing_us(steps: np.ndarray, blocks_of_each: int, times: Times, num_sms: int) -> float:
+def _computing_us(steps: np.ndarray, blocks_of_each: int, step: float, tile: float, num_sms: int) -> float:
     """Microseconds of thread blocks with so many steps, the longest first; each number of steps is that of many.
 
     They take as long as their mean on a multiprocessor, and as whole rounds: some multiprocessor has j + 1 of the first
     j * num_sms + 1 blocks, and none of these is shorter than the last.
     """
-    longest_first = np.sort(steps)[::-1] * times.step + times.tile
+    longest_first = np.sort(steps)[::-1] * step + tile
     blocks = len(steps) * blocks_of_each
     mean = float(longest_first.sum()) * blocks_of_each / num_sms
     first = np.arange(0, blocks, num_sms)  # the first block of each round
@@ -145,4 +154,5 @@ def predicted_us(problem: AttentionProblem, kernel: _Tile, num_splits: int, num_
         steps = steps[steps > 0]  # a kernel without splits writes tiles that see no key beside the others
     rows = problem.batch * problem.num_heads_q * problem.seqlen_q
     merging = merging_us(rows, problem.head_dim_v, num_splits)
-    return times.launch + _computing_us(steps, num_splits * heads, times, num_sms) + merging
+    computing = _computing_us(steps, num_splits * heads, times.step, tile_us(kernel), num_sms)
+    return times.launch + computing + merging

@@ -173,12 +173,15 @@ def test_heads_are_rows_of_a_tile_where_queries_are_few() -> None:
 
 def test_heads_are_rows_of_a_tile_where_tiles_of_one_head_would_be_nearly_empty() -> None:
     """The second tile of each head would have 8 rows; with options, or where the GPU is full, heads stay apart."""
-    sizes: tuple[int, ...] = (136, 891, 23, 1)
-    assert chosen(problem(*sizes, batch=10)).config.queries_of_tile(problem(*sizes)) == 128 // 23
-    assert not chosen(problem(*sizes, batch=10, alibi=(1, 23))).config.packs_heads
-    assert not chosen(problem(*sizes, batch=40)).config.packs_heads
-    assert not chosen(problem(136, 891, 23, 23, batch=10)).config.packs_heads
-    assert chosen(problem(65, 8192)).config.packs_heads
+
+    def wide(heads_kv: int, batch: int, **options: Any) -> AttentionProblem:
+        asked = problem(136, 891, 23, heads_kv, batch=batch, **options)
+        return replace(asked, head_dim=160, head_dim_v=160)
+
+    assert chosen(wide(1, 10)).config.queries_of_tile(wide(1, 10)) == 128 // 23
+    assert not chosen(wide(1, 10, alibi=(1, 23))).config.packs_heads
+    assert not chosen(wide(1, 40)).config.packs_heads
+    assert not chosen(wide(23, 10)).config.packs_heads
 
 
 def test_results_of_several_heads_are_staged() -> None:

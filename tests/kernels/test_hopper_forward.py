@@ -349,16 +349,18 @@ def test_keys_are_split_for_few_queries_first(seqlen_q: int, seqlen_k: int, part
     ],
 )
 def test_multiprocessors_take_whole_tiles(steps: list[int], blocks_of_each: int, us: float) -> None:
-    times = sm90_times.Times(launch=0, step=1, tile=2)
-    assert sm90_times._computing_us(np.array(steps), blocks_of_each, times, 132) == us
+    assert sm90_times._computing_us(np.array(steps), blocks_of_each, step=1.0, tile=2.0, num_sms=132) == us
 
 
 @pytest.mark.usefixtures("small_grids")
 def test_splits_fill_one_round_rather_than_begin_another() -> None:
     """24 tiles with 6 splits are 144 thread blocks, 12 of which would begin when 132 end."""
-    sizes = {(1, 1448, 38201, 2, 2, 168): 5, (1, 3893, 16811, 5, 1, 256): 3, (1, 4096, 4096, 16, 16, 128): 1}
-    for (*numbers, head_dim), num_splits in sizes.items():
-        problem = AttentionProblem(*numbers, head_dim, head_dim, "bfloat16")
+    for (q, k, heads, heads_kv, d), num_splits in {
+        (1448, 38201, 2, 2, 168): 5,
+        (3893, 16811, 5, 1, 256): 3,
+        (4096, 4096, 16, 16, 128): 1,
+    }.items():
+        problem = AttentionProblem(1, q, k, heads, heads_kv, d, d, "bfloat16")
         assert sm90_grid.for_grid(problem, sm90_forward.config_for(problem), 132).num_splits == num_splits
 
 
