@@ -196,7 +196,8 @@ def test_results_of_several_heads_are_staged() -> None:
 @no_compiler
 @pytest.mark.parametrize("dims", [(128, 128), (192, 192), (40, 72)])
 def test_many_queries_with_their_heads_agree_with_the_reference(dims: tuple[int, int]) -> None:
-    for seed, options in enumerate(({}, {"causal": True}, {"window": (50, 3)})):
+    masks: tuple[dict[str, Any], ...] = {}, {"causal": True}, {"window": (50, 3)}
+    for seed, options in enumerate(masks):
         case = gaussian_case(seed, DTYPE, (70, 300), (6, 1), dims, 1, **options)
         devices.forget_launches()
         with hook.kernels_on(CpuDevice((9, 0), num_sms=4)):
