@@ -16,13 +16,16 @@ from cuflash.plan.config import flags_of, without_window
 from cuflash.plan.sm90_config import Asked, Sm90ForwardConfig, config_of
 from cuflash.plan.sm90_forward import config_for, has_exact_maxima, has_few_queries, lines_of, taken, words_in
 from cuflash.plan.sm90_tiles import FEW_QUERIES, MANY, PAGES, PLAIN_SCORES, WINDOW
-from cuflash.plan.sm90_times import is_timed, predicted_us, splits_worth_trying
+from cuflash.plan.sm90_times import is_timed, num_tiles, predicted_us, splits_worth_trying
 from cuflash.problem.attention_problem import AttentionProblem
 
 _SHORT_QUERIES = 512  # up to so many queries, the heads that go together fill only half of `L2_BYTES`
 _EVEN_TILES = 4 * 132  # causal tiles that even out: four for each of an H100's multiprocessors
 # A multiprocessor computes so many tiles one after the other; with more, the tile that fills the GPU best is fastest.
 _MOST_WAVES = 7
+# Tiles of several heads are compared where they are at most such a share of those of one head: their rows are stored
+# one by one, which costs more than a few tiles do.
+_FEWER_TILES = 0.9
 _FEW_ROWS = 2048  # rows of few queries that are merged by a thread block each: more fill the GPU with a warp each
 
 
@@ -56,10 +59,15 @@ def for_grid(problem: AttentionProblem, config: Sm90ForwardConfig, num_sms: int)
         return Launches(config, 1)
     found = [
         Launches(_with_exact_maxima(problem, candidate, num_splits, config.follows_every_maximum), num_splits)
-        for candidate in (config, *filter(is_timed, other_tiles(problem, config)))
-        for num_splits in splits_worth_trying(problem, candidate.block_m, candidate.block_n, num_sms)
+        for candidate in compared(problem, config)
+        for num_splits in splits_worth_trying(problem, candidate, num_sms)
     ]
     return min(found, key=lambda launches: predicted_us(problem, launches.config, launches.num_splits, num_sms))
+
+
+def compared(problem: AttentionProblem, config: Sm90ForwardConfig) -> list[Sm90ForwardConfig]:
+    """Return the configurations whose times are compared where a grid does not fill the GPU, the given one first."""
+    return [config, *filter(is_timed, other_tiles(problem, config)), *_tiles_of_groups(problem, config)]
 
 
 def other_tiles(problem: AttentionProblem, config: Sm90ForwardConfig) -> list[Sm90ForwardConfig]:
@@ -72,6 +80,19 @@ def other_tiles(problem: AttentionProblem, config: Sm90ForwardConfig) -> list[Sm
     asked = Asked(problem.dtype, None, flags, words_in(holds))
     others = (config_of(line, asked) for line in taken(lines_of(problem), asked))
     return [replace(other, pair=1) for other in others if other.tile != config.tile]
+
+
+def _tiles_of_groups(problem: AttentionProblem, config: Sm90ForwardConfig) -> list[Sm90ForwardConfig]:
+    """Return the configuration whose rows are the query heads of a KV head, where its tiles are fewer than `config`'s.
+
+    23 heads of 136 queries are 28 tiles of 5 queries, but 46 of one head, every second of which has 8 rows.
+    """
+    options = without_window(flags_of(problem)) or not config.plain_scores or config.has_pages
+    if options or problem.packed or problem.group_size == 1 or config.packs_heads:
+        return []
+    grouped = config_for(problem, few_queries=False, heads_are_rows=True)
+    fewer = num_tiles(problem, grouped) <= _FEWER_TILES * num_tiles(problem, config)
+    return [replace(grouped, pair=1)] if grouped.packs_heads and fewer else []
 
 
 def _with_exact_maxima(

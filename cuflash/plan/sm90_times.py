@@ -9,9 +9,14 @@ import numpy as np
 from cuflash.hardware import FLOAT_BYTES
 from cuflash.problem.attention_problem import AttentionProblem
 
-# These numbers of splits of the keys are tried; merging more splits takes as long as they save.
+# These numbers of splits of the keys are tried, and what fills the GPU once; merging more splits takes as long as they
+# save.
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-_MOST_BLOCKS = 2  # most splits of tiles that a multiprocessor is given
+_MOST_BLOCKS = 2  # most splits of tiles that a multiprocessor is given where tiles alone leave some idle
+# Where tiles alone keep all busy, but the last ones few of them, so few splits make the last round short. Predictions
+# can tell a gain where whole rounds take at least so many times as long as they would if all were busy.
+_FEW_SPLITS = 3
+_SHORT_ROUND = 1.2
 
 
 class Times(NamedTuple):
@@ -45,6 +50,7 @@ _MERGE = Merge(4.2, 0.68)
 # The steps of tiles that were not measured are predicted by the line through the two that were, of head dim 128, with
 # the fewest and the most operations: microseconds of any step, and operations per microsecond and multiprocessor.
 _STEP, _FLOPS = 0.37, 7.9e6
+_ROWS_OF_HEADS = 1.5  # microseconds more of a tile with rows of several heads, which are stored one by one
 _OTHER = Times(1.5, 0.0, 4.0)  # times of a tile that was not measured; `times_of` fills in its step
 
 
@@ -57,6 +63,12 @@ class _Kernel(Protocol):
     def block_m(self) -> int: ...
     @property
     def block_n(self) -> int: ...
+
+
+class _Tile(_Kernel, Protocol):
+    @property
+    def packs_heads(self) -> bool: ...
+    def num_heads(self, problem: AttentionProblem) -> int: ...
 
 
 def _known(kernel: _Kernel) -> Times | None:
@@ -75,17 +87,32 @@ def times_of(kernel: _Kernel) -> Times:
     return known or _OTHER._replace(step=_STEP + flops / _FLOPS)
 
 
-def merging_us(rows: int, head_dim_v: int, num_splits: int) -> float:
+def tile_us(kernel: _Tile) -> float:
+    """Microseconds of a tile of queries besides its steps."""
+    return times_of(kernel).tile + _ROWS_OF_HEADS * kernel.packs_heads
+
+
+def merging_us(rows: int, head_dim_v: int, num_splits: int, megabyte_us: float = _MERGE.megabyte) -> float:
     """Microseconds that merging the splits of so many rows takes; there is nothing to merge of one split."""
     if num_splits == 1:
         return 0.0
-    return _MERGE.launch + _MERGE.megabyte * FLOAT_BYTES * 1e-6 * rows * head_dim_v * num_splits
+    return _MERGE.launch + megabyte_us * FLOAT_BYTES * 1e-6 * rows * head_dim_v * num_splits
 
 
-def _steps(problem: AttentionProblem, block_m: int, block_n: int) -> np.ndarray:
+def _queries(problem: AttentionProblem, kernel: _Tile) -> int:
+    return kernel.block_m // problem.group_size if kernel.packs_heads else kernel.block_m
+
+
+def num_tiles(problem: AttentionProblem, kernel: _Tile) -> int:
+    """Return the number of tiles of queries of all heads, each of which a thread block has with all of its keys."""
+    return -(-problem.seqlen_q // _queries(problem, kernel)) * kernel.num_heads(problem) * problem.batch
+
+
+def _steps(problem: AttentionProblem, kernel: _Tile) -> np.ndarray:
     """Return the numbers of tiles of keys that each tile of queries of one head sees."""
-    first = np.arange(0, problem.seqlen_q, block_m)
-    last = np.minimum(first + block_m, problem.seqlen_q) - 1
+    queries, block_n = _queries(problem, kernel), kernel.block_n
+    first = np.arange(0, problem.seqlen_q, queries)
+    last = np.minimum(first + queries, problem.seqlen_q) - 1
     diagonal = problem.seqlen_k - problem.seqlen_q
     begin, end = np.zeros_like(first), np.full_like(first, problem.seqlen_k)
     if problem.window_left is not None:
@@ -95,30 +122,37 @@ def _steps(problem: AttentionProblem, block_m: int, block_n: int) -> np.ndarray:
     return np.maximum(-(-end // block_n) - begin // block_n, 0)
 
 
-def splits_worth_trying(problem: AttentionProblem, block_m: int, block_n: int, num_sms: int) -> list[int]:
+def splits_worth_trying(problem: AttentionProblem, kernel: _Tile, num_sms: int) -> list[int]:
     """Return numbers of splits that leave each split two tiles of keys, and each multiprocessor few splits."""
-    tiles = -(-problem.seqlen_q // block_m) * problem.num_heads_q * problem.batch
-    most_steps = -(-problem.seqlen_k // block_n)
-    return [p for p in _SPLITS if p == 1 or (tiles * p <= _MOST_BLOCKS * num_sms and 2 * p <= most_steps)]
+    tiles, most_steps = num_tiles(problem, kernel), -(-problem.seqlen_k // kernel.block_n)
+    has_short_round = tiles > num_sms and -(-tiles // num_sms) * num_sms >= _SHORT_ROUND * tiles
+    most = max(_MOST_BLOCKS * num_sms // tiles, _FEW_SPLITS if has_short_round else 1)
+    once = max(num_sms // tiles, 1)
+    return sorted(n for n in {*_SPLITS, once} if n == 1 or (n <= min(most, _SPLITS[-1]) and 2 * n <= most_steps))
 
 
-def predicted_us(problem: AttentionProblem, kernel: _Kernel, num_splits: int, num_sms: int) -> float:
+def _computing_us(steps: np.ndarray, blocks_of_each: int, step: float, tile: float, num_sms: int) -> float:
+    """Microseconds of thread blocks with so many steps, the longest first; each number of steps is that of many.
+
+    They take as long as their mean on a multiprocessor, and as whole rounds: some multiprocessor has j + 1 of the first
+    j * num_sms + 1 blocks, and none of these is shorter than the last.
+    """
+    longest_first = np.sort(steps)[::-1] * step + tile
+    blocks = len(steps) * blocks_of_each
+    mean = float(longest_first.sum()) * blocks_of_each / num_sms
+    first = np.arange(0, blocks, num_sms)  # the first block of each round
+    rounds = (np.arange(len(first)) + 1) * longest_first[first // blocks_of_each]
+    return max(float(rounds.max()), mean if len(first) > 1 else 0.0)
+
+
+def predicted_us(problem: AttentionProblem, kernel: _Tile, num_splits: int, num_sms: int) -> float:
     """Predict the microseconds of a forward pass on the device, merging included and the host's work left out."""
     times = times_of(kernel)
-    heads = problem.num_heads_q * problem.batch
-    steps = -(-_steps(problem, kernel.block_m, kernel.block_n) // num_splits)
+    heads = kernel.num_heads(problem) * problem.batch
+    steps = -(-_steps(problem, kernel) // num_splits)
     if num_splits == 1 and steps.any():
         steps = steps[steps > 0]  # a kernel without splits writes tiles that see no key beside the others
-    blocks = len(steps) * num_splits * heads
-    longest, shortest = float(steps.max()), float(steps.min())
-    waves = blocks / num_sms
-    if waves <= 1:
-        span, tiles = longest, 1.0
-    elif longest == shortest:  # multiprocessors end together
-        tiles = float(np.ceil(waves))
-        span = tiles * longest
-    else:  # long tiles come first, short ones even out
-        span, tiles = max(longest, float(steps.sum()) * num_splits * heads / num_sms), waves
     rows = problem.batch * problem.num_heads_q * problem.seqlen_q
     merging = merging_us(rows, problem.head_dim_v, num_splits)
-    return times.launch + span * times.step + tiles * times.tile + merging
+    computing = _computing_us(steps, num_splits * heads, times.step, tile_us(kernel), num_sms)
+    return times.launch + computing + merging

@@ -276,15 +276,15 @@ def _launches_of(problem: AttentionProblem, gpu: Gpu) -> list[sm90_grid.Launches
     found = [sm90_grid.for_grid(problem, own, gpu.num_sms)]
     if sm90_forward.has_few_queries(problem):
         return found
-    for config in (own, *sm90_grid.other_tiles(problem, own)):
-        for n in sm90_times.splits_worth_trying(problem, config.block_m, config.block_n, gpu.num_sms):
+    for config in dict.fromkeys((*sm90_grid.compared(problem, own), *sm90_grid.other_tiles(problem, own))):
+        for n in sm90_times.splits_worth_trying(problem, config, gpu.num_sms):
             found.append(sm90_grid.for_grid(replace(problem, num_splits=n), config, gpu.num_sms))
     return _each_once(found)
 
 
 def _each_once(found: Sequence[sm90_grid.Launches]) -> list[sm90_grid.Launches]:
-    """Return launches whose tiles and splits differ, the first of each."""
-    by_words = {(launches.config.tile, launches.num_splits): launches for launches in reversed(found)}
+    """Return launches whose tiles, rows and splits differ, the first of each."""
+    by_words = {(own.config.tile, own.config.packs_heads, own.num_splits): own for own in reversed(found)}
     return sorted(by_words.values(), key=found.index)
 
 

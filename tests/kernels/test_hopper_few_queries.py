@@ -161,7 +161,7 @@ def chosen(asked: AttentionProblem, num_sms: int = 132) -> sm90_grid.Launches:
 def test_heads_are_rows_of_a_tile_where_queries_are_few() -> None:
     for options in ({}, {"sink": True}, {"window_left": 3, "window_right": 0}, {"alibi": (1, 32)}, {"dropout_p": 0.5}):
         assert chosen(problem(4, 8192, **options)).config.packs_heads
-    assert not chosen(problem(65, 8192)).config.packs_heads
+    assert not chosen(problem(128, 8192)).config.packs_heads
     assert not chosen(problem(4, 8192, block_mask=True)).config.packs_heads
     assert not chosen(problem(4, 8192, heads=8)).config.packs_heads
     assert chosen(problem(64 * 9, 8192 * 9, batch=9, packed=True)).config.packs_heads
@@ -169,6 +169,56 @@ def test_heads_are_rows_of_a_tile_where_queries_are_few() -> None:
     # The heads of one query need a tile with room for all of them.
     assert chosen(problem(1, 8192, heads=71, heads_kv=1)).config.block_m == 128
     assert not chosen(problem(1, 8192, heads=200, heads_kv=1)).config.packs_heads
+
+
+def test_heads_are_rows_of_a_tile_where_tiles_of_one_head_would_be_nearly_empty() -> None:
+    """The second tile of each head would have 8 rows; with options, or where the GPU is full, heads stay apart."""
+
+    def wide(heads_kv: int, batch: int, **options: Any) -> AttentionProblem:
+        asked = problem(136, 891, 23, heads_kv, batch=batch, **options)
+        return replace(asked, head_dim=160, head_dim_v=160)
+
+    assert chosen(wide(1, 10)).config.queries_of_tile(wide(1, 10)) == 128 // 23
+    assert not chosen(wide(1, 10, alibi=(1, 23))).config.packs_heads
+    assert not chosen(wide(1, 40)).config.packs_heads
+    assert not chosen(wide(23, 10)).config.packs_heads
+
+
+def test_results_of_several_heads_are_staged() -> None:
+    """Else threads store them, an element at a time."""
+    for head_dims in sm90_tiles.HEAD_DIMS:
+        for window_right in (None, 0):
+            asked = AttentionProblem(46, 42, 93, 10, 2, *head_dims, "bfloat16", window_right=window_right)
+            assert sm90_forward.config_for(asked, few_queries=False).packs_heads
+            assert sm90_forward.config_for(asked, few_queries=False).staging_panels > 0
+
+
+@no_compiler
+@pytest.mark.parametrize("dims", [(128, 128), (192, 192), (40, 72)])
+def test_many_queries_with_their_heads_agree_with_the_reference(dims: tuple[int, int]) -> None:
+    masks: tuple[dict[str, Any], ...] = {}, {"causal": True}, {"window": (50, 3)}
+    for seed, options in enumerate(masks):
+        case = gaussian_case(seed, DTYPE, (70, 300), (6, 1), dims, 1, **options)
+        devices.forget_launches()
+        with hook.kernels_on(CpuDevice((9, 0), num_sms=4)):
+            out, lse = case.on(HOST).forward()
+            assert forward_of(launch._launches.values()).config.packs_heads
+        case.assert_forward(out, lse)
+
+
+@no_compiler
+@pytest.mark.parametrize("columns", [40, 37, 1])
+def test_splits_of_any_number_of_columns_are_merged(columns: int) -> None:
+    """A pair of columns is one store only where rows are aligned to it."""
+    for queries in (3, 70):
+        case = gaussian_case(columns, DTYPE, (queries, 300), (3, 1), (40, columns), 2, num_splits=2, causal=True)
+        whole = np.zeros((*case.v.shape[:3], 40), case.dtype)
+        whole[..., :columns] = case.v
+        devices.forget_launches()
+        with hook.kernels_on(CpuDevice((9, 0), num_sms=3)):
+            out, lse = case.with_inputs(v=whole[..., :columns]).on(HOST).forward()
+            assert forward_of(launch._launches.values()).config.splits_keys
+        case.assert_forward(out, lse)
 
 
 def test_an_only_query_needs_no_causal_mask() -> None:

@@ -337,6 +337,33 @@ def test_keys_are_split_for_few_queries_first(seqlen_q: int, seqlen_k: int, part
     assert sm90_grid.for_grid(problem, config, 132).num_splits == parts
 
 
+@pytest.mark.parametrize(
+    ("steps", "blocks_of_each", "us"),
+    [
+        ([10], 132, 12),  # each multiprocessor has one
+        ([10], 133, 24),  # one has two
+        ([10], 264, 24),
+        ([1, 2, 3], 44, 5),  # the longest
+        ([1, 2, 3], 132, 12),  # long and short ones even out
+        ([9, 10], 70, 22),  # of 140, two of 9 are with one
+    ],
+)
+def test_multiprocessors_take_whole_tiles(steps: list[int], blocks_of_each: int, us: float) -> None:
+    assert sm90_times._computing_us(np.array(steps), blocks_of_each, step=1.0, tile=2.0, num_sms=132) == us
+
+
+@pytest.mark.usefixtures("small_grids")
+def test_splits_fill_one_round_rather_than_begin_another() -> None:
+    """24 tiles with 6 splits are 144 thread blocks, 12 of which would begin when 132 end."""
+    for (q, k, heads, heads_kv, d), num_splits in {
+        (1448, 38201, 2, 2, 168): 5,
+        (3893, 16811, 5, 1, 256): 3,
+        (4096, 4096, 16, 16, 128): 1,
+    }.items():
+        problem = AttentionProblem(1, q, k, heads, heads_kv, d, d, "bfloat16")
+        assert sm90_grid.for_grid(problem, sm90_forward.config_for(problem), 132).num_splits == num_splits
+
+
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("num_sms", [3, 80, 132])
 @pytest.mark.usefixtures("small_grids")
@@ -354,7 +381,7 @@ def test_what_is_chosen_takes_the_least_predicted_time(head_dim: int, num_sms: i
         most = sm90_times.predicted_us(problem, config, 1, num_sms)
         assert sm90_times.predicted_us(problem, *chosen, num_sms) <= most
         assert (
-            chosen.num_splits == 1
+            chosen.num_splits <= sm90_times._FEW_SPLITS
             or chosen.num_splits * seqlen_q * heads <= 2 * num_sms * chosen.config.block_m + heads * 256
         )
         assert chosen.num_splits <= seqlen_k // chosen.config.block_n + 1

@@ -101,12 +101,17 @@ DEVICE void write_split(const AttentionParams& p, const SplitWork& work, const O
     const i64 at = work.sequence.row_q + i;
     if (lane() % 4 == 0) *p.lse_splits.at(split, at, own.head(work.head, r)) = used ? lse[r] : -infinity();
     float* target = p.out_splits.at(split, at, own.head(work.head, r));
+    // A pair of columns is one store where rows begin at multiples of its size; a row of heads is of any size.
+    const bool pairs = reinterpret_cast<u64>(target) % sizeof(float2) == 0;
 #pragma unroll
     for (int e = 2 * r; e < HEAD_DIM_V / 2; e += 4) {
-#pragma unroll
-      for (int side = 0; side < 2; side++) {
-        const int column = fragment_column() + column_offset(e + side);
-        if (column < p.head_dim_v) target[column] = used ? out[e + side] * factor[r] : 0;
+      const int column = fragment_column() + column_offset(e);
+      const float2 pair = used ? make_float2(out[e] * factor[r], out[e + 1] * factor[r]) : make_float2(0, 0);
+      if (pairs && column + 1 < p.head_dim_v) {
+        *reinterpret_cast<float2*>(target + column) = pair;
+      } else {
+        if (column < p.head_dim_v) target[column] = pair.x;
+        if (column + 1 < p.head_dim_v) target[column + 1] = pair.y;
       }
     }
   }
