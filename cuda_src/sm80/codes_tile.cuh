@@ -12,7 +12,7 @@
 #include "tile.cuh"
 
 constexpr bool FOLLOWS_MAXIMA = true;  // weights are rounded against the running maximum, whose own is exact
-constexpr int WARP_KEYS = BLOCK_N;
+constexpr int WARP_KEYS = BLOCK_N / (SPLITS_WARPS ? NUM_WARPS : 1);
 constexpr int UNROLLED = ALIGNED ? 4 : 1;  // loads that a thread issues together; element by element they are long
 constexpr int CODES = VECTOR_BYTES;        // codes that one access moves
 static_assert(sizeof(Element) == 2 && KEY_WARPS == 1 && STAGES == 2 && LISTED == 1, "what these tiles are for");
@@ -209,6 +209,7 @@ DEVICE OperandRows rows_of(const AttentionParams& p, const Sequence& s, Operand,
 struct ValueScales {
   const float* of_keys;  // in shared memory
   bool vary;             // else all of them are the first
+  int begin;             // the warp's first key
 };
 
 // Factors are the scales of the rows of a pair of tiles: (BUFFERS, ROWS) each.
@@ -231,7 +232,9 @@ struct Factors {
   }
   DEVICE void load(u32, const Rows&, const Rows&, int) {}
   DEVICE const float* of_keyed(u32 buffer) const { return keyed_scales[buffer]; }
-  DEVICE ValueScales of_valued(u32 buffer) const { return {valued_scales[buffer], values_vary[buffer]}; }
+  DEVICE ValueScales of_valued(u32 buffer, int begin) const {
+    return {valued_scales[buffer], values_vary[buffer], begin};
+  }
 
  private:
   template <class Source>
@@ -244,14 +247,15 @@ struct Factors {
   }
 };
 
-// take_scores() multiplies products by the scales of their rows and columns.
+// take_scores() multiplies products by the scales of their rows and columns, of which the warp's begin at `begin`.
 template <int N, class Queries, class Keys>
-DEVICE void take_scores(float (&x)[N], const Queries& queries, int row, const Keys& keys, u32 buffer) {
+DEVICE void take_scores(float (&x)[N], const Queries& queries, int row, const Keys& keys, u32 buffer, int begin) {
   float of_row[2] = {1, 1};
   if constexpr (QUERY_CODES) of_row[0] = queries.of_keyed(0)[row], of_row[1] = queries.of_keyed(0)[row + 8];
 #pragma unroll
   for (int e = 0; e < N; e += 4) {
-    const float2 scale = *reinterpret_cast<const float2*>(keys.of_keyed(buffer) + fragment_column() + column_offset(e));
+    const int column = begin + fragment_column() + column_offset(e);
+    const float2 scale = *reinterpret_cast<const float2*>(keys.of_keyed(buffer) + column);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       x[e + i] *= i % 2 == 0 ? scale.x : scale.y;
@@ -292,7 +296,8 @@ struct Units {
     float top[2] = {0, 0};
 #pragma unroll
     for (int e = 0; e < N; e += 4) {
-      const float2 scale = *reinterpret_cast<const float2*>(scales.of_keys + fragment_column() + column_offset(e));
+      const int column = scales.begin + fragment_column() + column_offset(e);
+      const float2 scale = *reinterpret_cast<const float2*>(scales.of_keys + column);
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         // The scale of a key without weight may be anything.
@@ -330,7 +335,7 @@ struct Units {
 
 // ---- Products
 
-using Weights = u32[MULTIPLIES_CODES ? BLOCK_N / 8 : BLOCK_N / 4];
+using Weights = u32[MULTIPLIES_CODES ? WARP_KEYS / 8 : WARP_KEYS / 4];
 
 // pack() makes weights codes, the left factor of the next product. Its 32 keys are those of four blocks of the
 // accumulator, in the order in which a lane has them: 2 t, 2 t + 1 of the first two blocks are keys 4 t to 4 t + 3 of

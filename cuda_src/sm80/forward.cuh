@@ -1,16 +1,18 @@
 // Forward attention by mma.sync, for sm_75 and newer and for every dtype that tensor cores multiply there:
 // FlashAttention-2 (Dao 2023), Algorithm 1. A warp has FRAGMENTS * 16 queries. KEY_WARPS warps may share queries (wide
 // heads with a block mask); each then has some of a tile's keys and of the result's columns, and they exchange weights
-// and maxima. `products` (half_tile.cuh, codes_tile.cuh, wide_tile.cuh or split/sm80_tile.cuh) says how
-// to multiply: it defines Weights, pack, multiply_*, write_results, and what namespace `direct` of sm80/tile.cuh has.
-// `keys` (own_keys.cuh or paged_keys.cuh, own_codes.cuh or paged_codes.cuh) says where keys and values lie.
-// sm90/forward/forward.cu is the counterpart for Hopper.
+// and maxima. Where queries are few, every warp may have all of them, with some of a tile's keys and a softmax of its
+// own (SPLITS_WARPS, warp_splits.cuh). `products` (half_tile.cuh, codes_tile.cuh, wide_tile.cuh or split/sm80_tile.cuh)
+// says how to multiply: it defines Weights, pack, multiply_*, write_results, and what namespace `direct` of
+// sm80/tile.cuh has. `keys` (own_keys.cuh or paged_keys.cuh, own_codes.cuh or paged_codes.cuh) says where keys and
+// values lie. sm90/forward/forward.cu is the counterpart for Hopper.
 #include "products"
 #include "keys"
 #include "../fragment/score_fragment.cuh"
 #include "../fragment/softmax_fragment.cuh"
+#include "warp_splits.cuh"
 
-constexpr int QUERY_WARPS = NUM_WARPS / KEY_WARPS, FRAGMENTS = BLOCK_M / (QUERY_WARPS * 16);
+constexpr int QUERY_WARPS = SPLITS_WARPS ? 1 : NUM_WARPS / KEY_WARPS, FRAGMENTS = BLOCK_M / (QUERY_WARPS * 16);
 constexpr int WARP_COLUMNS = HEAD_DIM_V / KEY_WARPS;
 constexpr bool SHARES_QUERIES = KEY_WARPS > 1;
 using QueryTile = QueriedTile<BLOCK_M, HEAD_DIM>;
@@ -72,6 +74,8 @@ struct SharedStorage {
 };
 static_assert(BLOCK_M == FRAGMENTS * QUERY_WARPS * 16 && WARP_KEYS % 16 == 0, "whole fragments");
 static_assert(LISTED == 1 || (LISTED == 2 && STAGES == 2 && HAS_BLOCK_MASK && NUM_OPTIONS == 1 && !HAS_WINDOW));
+static_assert(!SPLITS_WARPS || (!SHARES_QUERIES && FRAGMENTS == 1 && !HAS_BIAS_TILES && LISTED == 1));
+static_assert(!SPLITS_WARPS || sizeof(WarpResults) <= BUFFERS * (KeyTile::BYTES + ValueTile::BYTES), "there is room");
 static_assert(!SHARES_QUERIES || (STAGES == 1 && !(HAS_MASK || HAS_BIAS || HAS_DROPOUT)),
               "one buffer of keys; plain, with a window or a block mask");
 // WAITS_FOR_KEYS_FIRST: the first scores do not wait for values. With a block mask that takes registers, so it is left
@@ -176,8 +180,9 @@ DEVICE bool compute_tile(const AttentionParams& p, SharedStorage& shared, bool r
   const Work work = work_of<false>(p, BLOCK_M, p.num_heads_q, HAS_WINDOW, blockIdx.x / num_splits_of(p));
   const int head = work.head, tile_row = work.tile * BLOCK_M;
   if (tile_row >= work.sequence.rows_q) return false;
-  const int warp = threadIdx.x / WARP, key_warp = warp % KEY_WARPS, own_key = key_warp * WARP_KEYS;
-  const int warp_row = warp / KEY_WARPS * FRAGMENTS * 16, first_row = tile_row + warp_row;
+  const int warp = threadIdx.x / WARP, key_warp = warp % KEY_WARPS;
+  const int own_key = (SPLITS_WARPS ? warp : key_warp) * WARP_KEYS;
+  const int warp_row = SPLITS_WARPS ? 0 : warp / KEY_WARPS * FRAGMENTS * 16, first_row = tile_row + warp_row;
   const QueryTile queries{ptx::shared_address(shared.q)};
   const auto own_queries = queries.from_row(warp_row);
   KeyTile keys{ptx::shared_address(shared.k)};
@@ -281,7 +286,7 @@ DEVICE bool compute_tile(const AttentionParams& p, SharedStorage& shared, bool r
     Accum x[FRAGMENTS][WARP_KEYS / 2];  // S, then P: the warp's queries x its keys
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; f++) {
-      if constexpr (FETCHES_AHEAD) scores.fetch(options[f], first_row + 16 * f + fragment_row(), first_key);
+      if constexpr (FETCHES_AHEAD) scores.fetch(options[f], first_row + 16 * f + fragment_row(), first_key + own_key);
       clear(x[f]);
     }
     // 2. S = Q K^T.
@@ -344,7 +349,7 @@ DEVICE bool compute_tile(const AttentionParams& p, SharedStorage& shared, bool r
       for (int f = 0; f < FRAGMENTS; f++) {
         Accum rescale[2];
         const int row = first_row + 16 * f + fragment_row();
-        take_scores(x[f], shared.query_factors, warp_row + 16 * f + fragment_row(), shared.factors, stage);
+        take_scores(x[f], shared.query_factors, warp_row + 16 * f + fragment_row(), shared.factors, stage, own_key);
         if constexpr (HAS_BIAS_TILES) {
           if (scores.bias_in_vectors(first_key)) {
 #pragma unroll
@@ -355,19 +360,19 @@ DEVICE bool compute_tile(const AttentionParams& p, SharedStorage& shared, bool r
             scores.fetch_biases(options[f], row, first_key + fragment_column());
           }
         } else if constexpr (!FETCHES_AHEAD) {
-          scores.fetch(options[f], row, first_key);
+          scores.fetch(options[f], row, first_key + own_key);
         }
 #pragma unroll
         for (int i = 0; i < LISTED; i++) {
           auto& tile_scores = reinterpret_cast<Accum(&)[WARP_KEYS / 2 / LISTED]>(x[f][i * WARP_KEYS / 2 / LISTED]);
-          scores.apply(tile_scores, p, row, i == 0 ? first_key : next_key, masked, recheck, options[f]);
-          if (HIDES_ANYWHERE && masked && recheck) mark_seen(shared.seen + i * LISTED_N, tile_scores);
+          scores.apply(tile_scores, p, row, (i == 0 ? first_key : next_key) + own_key, masked, recheck, options[f]);
+          if (HIDES_ANYWHERE && masked && recheck) mark_seen(shared.seen + own_key + i * LISTED_N, tile_scores);
         }
         softmax[f].take_factors(shared.softmax);
         // Where no tiles are left, the softmax predicts that a row has to follow every maximum.
         bool grown = softmax[f].step(x[f], rescale, FOLLOWS_MAXIMA ? 0 : blocks.count() + LISTED);
-        scores.drop(x[f], row, first_key);
-        grown |= units[f].scale_to_units(x[f], shared.factors.of_valued(stage), rescale);
+        scores.drop(x[f], row, first_key + own_key);
+        grown |= units[f].scale_to_units(x[f], shared.factors.of_valued(stage, own_key), rescale);
         pack(weights[f], x[f]);
         if (grown) rescale_rows(out[f], rescale);
       }
@@ -381,7 +386,11 @@ DEVICE bool compute_tile(const AttentionParams& p, SharedStorage& shared, bool r
         clear_unseen(shared, values);
       }
       // 4. O += P V.
-      multiply_values(out, weights, values);
+      if constexpr (SPLITS_WARPS) {
+        multiply_values(out, weights, values.from_row(own_key));
+      } else {
+        multiply_values(out, weights, values);
+      }
     }
   }
 
@@ -425,6 +434,71 @@ DEVICE void write_split(const AttentionParams& p, const Sequence& s, int head, i
   }
 }
 
+// sink_of() is the sink of the tile's head, which counts once: with the first split, and with the first of the warps.
+DEVICE Accum sink_of(const AttentionParams& p, int head) {
+  const bool is_taken = own_split(p) > 0 || (SPLITS_WARPS && threadIdx.x >= WARP);
+  return p.sink == nullptr || is_taken ? -infinity() : p.sink[head];
+}
+
+// lse_at() is the place of lse of a row of the tile's head, or of its split.
+DEVICE Accum* lse_at(const AttentionParams& p, const Sequence& s, int head, int row) {
+  const Tensor<Accum>& lses = SPLITS_KEYS ? p.lse_splits : p.lse;
+  return lses.at(batch_of(p, s) * num_splits_of(p) + own_split(p), s.row_q + row, head);
+}
+
+// write_warps() is the epilogue where warps have splits of the keys: it merges their results and writes O with lse.
+DEVICE void write_warps(const AttentionParams& p, SharedStorage& shared, FragmentSoftmax& softmax, const Units& units,
+                        const Accum (&out)[WARP_COLUMNS / 2]) {
+  const Sequence& s = shared.work.sequence;
+  const int head = shared.work.head;
+  auto& results = *reinterpret_cast<WarpResults*>(shared.k);
+  softmax.take_factors(shared.softmax);
+  __syncthreads();  // all warps have read the keys and the values
+  results.put(p, softmax, sink_of(p, head), units, out);
+  const MergedRow row(results);
+  const int i = shared.work.tile * BLOCK_M + row.number;
+  if (i >= s.rows_q) return;
+  const bool used = i < s.len_q;
+  if (row.is_first()) *lse_at(p, s, head, i) = used ? row.lse : -infinity();
+  if constexpr (SPLITS_KEYS) {
+    row.write(p.out_splits.at(batch_of(p, s) * p.splits + own_split(p), s.row_q + i, head), p.head_dim_v, used);
+  } else {
+    const auto& rows = reinterpret_cast<const Tensor<Result>&>(p.out);
+    row.write(rows.at(batch_of(p, s), s.row_q + i, head), p.head_dim_v, used);
+  }
+}
+
+// write_rows() is the epilogue of all other tiles: it normalises O and writes it with lse.
+DEVICE void write_rows(const AttentionParams& p, SharedStorage& shared, FragmentSoftmax (&softmax)[FRAGMENTS],
+                       const Units (&units)[FRAGMENTS], Accum (&out)[FRAGMENTS][WARP_COLUMNS / 2]) {
+  const Sequence& s = shared.work.sequence;
+  const int warp = threadIdx.x / WARP, key_warp = warp % KEY_WARPS, warp_row = warp / KEY_WARPS * FRAGMENTS * 16;
+  const int first_row = shared.work.tile * BLOCK_M + warp_row;
+  const auto own_queries = QueryTile{ptx::shared_address(shared.q)}.from_row(warp_row);
+  const Accum sink = sink_of(p, shared.work.head);
+#pragma unroll
+  for (int f = 0; f < FRAGMENTS; f++) {
+    Accum inverse[2], lse[2];
+    const int row = first_row + 16 * f + fragment_row();
+    softmax[f].take_factors(shared.softmax);
+    softmax[f].finish(sink, inverse, lse);
+    rescale_kept(p, inverse);
+    if (lane() % 4 < 2 && key_warp == 0) {
+      const int i = row + 8 * (lane() % 4);
+      const Accum own = lane() % 4 == 0 ? lse[0] : lse[1];
+      if (i < s.rows_q) *lse_at(p, s, shared.work.head, i) = i < s.len_q ? own : -infinity();
+    }
+    rescale_rows(out[f], inverse);
+  }
+  if constexpr (SPLITS_KEYS) {
+    write_split(p, s, shared.work.head, first_row, key_warp * WARP_COLUMNS, units, out);
+  } else {
+    const auto& results = reinterpret_cast<const Tensor<Result>&>(p.out);
+    write_results(units, own_queries, key_warp * WARP_COLUMNS, results.at(batch_of(p, s), s.row_q, shared.work.head),
+                  results.row_stride, first_row, s.len_q, s.rows_q, p.head_dim_v, out);
+  }
+}
+
 // forward_sm80 computes a tile of queries of one head, or a split of its keys: the grid has a block for each split of
 // each tile of each batch_head.
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
@@ -446,35 +520,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     if (!__syncthreads_or(zero != 0)) break;
   }
 
-  // The epilogue normalises O and writes it with lse.
-  const Sequence& s = shared.work.sequence;
-  const int warp = threadIdx.x / WARP, key_warp = warp % KEY_WARPS, warp_row = warp / KEY_WARPS * FRAGMENTS * 16;
-  const int first_row = shared.work.tile * BLOCK_M + warp_row;
-  const auto own_queries = QueryTile{ptx::shared_address(shared.q)}.from_row(warp_row);
-  const i64 batch = batch_of(p, s);
-  const Accum sink = p.sink == nullptr || own_split(p) > 0 ? -infinity() : p.sink[shared.work.head];
-  const Tensor<Accum>& lses = SPLITS_KEYS ? p.lse_splits : p.lse;
-#pragma unroll
-  for (int f = 0; f < FRAGMENTS; f++) {
-    Accum inverse[2], lse[2];
-    const int row = first_row + 16 * f + fragment_row();
-    softmax[f].take_factors(shared.softmax);
-    softmax[f].finish(sink, inverse, lse);
-    rescale_kept(p, inverse);
-    if (lane() % 4 < 2 && key_warp == 0) {
-      const int i = row + 8 * (lane() % 4);
-      const Accum own = lane() % 4 == 0 ? lse[0] : lse[1];
-      if (i < s.rows_q)
-        *lses.at(batch * num_splits_of(p) + own_split(p), s.row_q + i, shared.work.head) =
-            i < s.len_q ? own : -infinity();
-    }
-    rescale_rows(out[f], inverse);
-  }
-  if constexpr (SPLITS_KEYS) {
-    write_split(p, s, shared.work.head, first_row, key_warp * WARP_COLUMNS, units, out);
+  if constexpr (SPLITS_WARPS) {
+    write_warps(p, shared, softmax[0], units[0], out[0]);
   } else {
-    const auto& results = reinterpret_cast<const Tensor<Result>&>(p.out);
-    write_results(units, own_queries, key_warp * WARP_COLUMNS, results.at(batch, s.row_q, shared.work.head),
-                  results.row_stride, first_row, s.len_q, s.rows_q, p.head_dim_v, out);
+    write_rows(p, shared, softmax, units, out);
   }
 }

@@ -4,7 +4,7 @@
 #include "tile.cuh"
 
 using namespace direct;
-constexpr int WARP_KEYS = BLOCK_N / KEY_WARPS;
+constexpr int WARP_KEYS = BLOCK_N / (SPLITS_WARPS ? NUM_WARPS : KEY_WARPS);
 // LeftFragment is a packed accumulator of COLUMNS columns as a left factor.
 template <int COLUMNS>
 using LeftFragment = u32[COLUMNS / 4];

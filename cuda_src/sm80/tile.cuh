@@ -392,7 +392,7 @@ struct Factors {
   template <class Source>
   DEVICE void load(u32, const Source&, const Source&, int) {}
   DEVICE const float* of_keyed(u32) const { return nullptr; }
-  DEVICE const float* of_valued(u32) const { return nullptr; }
+  DEVICE const float* of_valued(u32, int = 0) const { return nullptr; }
 };
 template <class... Arguments>
 DEVICE void take_scores(Arguments&&...) {}

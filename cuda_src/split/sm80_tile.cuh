@@ -91,7 +91,7 @@ struct Factors {
     copy_float(&valued_factors[buffer][threadIdx.x], valued.factors + first + threadIdx.x);
   }
   DEVICE const float* of_keyed(u32 buffer) const { return keyed_factors[buffer]; }
-  DEVICE const float* of_valued(u32 buffer) const { return valued_factors[buffer]; }
+  DEVICE const float* of_valued(u32 buffer, int begin = 0) const { return valued_factors[buffer] + begin; }
 };
 // take_scores() turns products of parts of q and k into those of rows; take_values() does so for dout and v. `row` is
 // the thread's first.

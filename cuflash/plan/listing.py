@@ -173,8 +173,17 @@ def of_fp8(capability: Capability, limit: int) -> Iterator[Pass]:
     """Yield forward kernels by mma.sync on e4m3 codes, whose queries have 16 bits or are codes, too."""
     for number, dtype in enumerate(sm80_fp8.DTYPES):
         result = dtype if dtype in HALF_DTYPES else sm80_fp8.RESULTS[number % len(sm80_fp8.RESULTS)]
-        problems = _problems(FP8, dtype, sm80_forward.HANDLES, has_fp8_keys=True, out_dtype=result)
+        of_all: dict[str, Any] = {"has_fp8_keys": True, "out_dtype": result}
+        problems = [*_problems(FP8, dtype, sm80_forward.HANDLES, **of_all), *_of_few_rows(dtype, of_all)]
         yield from _passes(_placed(sm80_fp8.forward, problems, capability, limit), dtype)
+
+
+def _of_few_rows(dtype: str, of_all: dict[str, Any]) -> Iterator[AttentionProblem]:
+    """Yield problems of few rows, without options and with all."""
+    for dims, lines in _by_head_dims(FP8).items():
+        for tile in [line.tile for line in lines if line.tile.splits_warps][:1]:
+            for flags in ((), KNOWN_TO_ALL):
+                yield replace(problem_of(dtype, *dims, flags, **of_all), seqlen_q=tile.block_m)
 
 
 def of_wide(capability: Capability, limit: int) -> Iterator[Pass]:

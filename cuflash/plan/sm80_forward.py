@@ -72,6 +72,7 @@ class Sm80QueryConfig(Sm80Config):
     has_bias_tiles: bool = (
         False  # a tile of the bias is copied with the values', where its rows are vectors of 16 bytes
     )
+    splits_warps: bool = False  # see `sm80_tiles.Sm80Tile`
     splits_keys: bool = False  # several thread blocks share the keys of a tile, and a kernel merges their results
 
 
@@ -137,6 +138,9 @@ def query_configs(
         tile = record.tile
         are_neighbours = tile.listed == 1 or (keys_of_block > 0 and keys_of_block % tile.block_n == 0)
         has_room = fits(tile.min_blocks, all_bytes(record), place.limit)
+        # Packed calls do not know a sequence's rows; with splits of one size they have the same bits as padded ones.
+        if tile.splits_warps and (problem.packed or problem.split_size or problem.seqlen_q > tile.block_m):
+            return False
         return are_neighbours and meets_whole_blocks(tile.block_m, queries_of_block) and has_room
 
     def config_of(record: Record[Sm80Tile]) -> Sm80QueryConfig:

@@ -31,6 +31,7 @@ RESULTS = (*HALF_DTYPES, "float32")
 _OLDEST: Capability = (8, 0)
 _OF_PRODUCTS: Capability = (8, 9)  # from here on mma.sync multiplies e4m3
 _CODE_BYTES = 1
+_KEYS_OF_PRODUCT = 32
 _BUFFERS = 2  # of scales, and of codes where they are multiplied
 _COMPUTED = "float16"  # what codes of queries become where they are not multiplied
 # Bytes of shared memory that are neither a tile's nor scales: which keys are seen, where rows lie, and padding.
@@ -54,6 +55,11 @@ def _smem_bytes(tile: Sm80Tile, row: Record[Sm80Tile], query_codes: bool, multip
     return tiles + scales * FLOAT_BYTES + tile.block_n + _SMEM_BESIDE_TILES
 
 
+def _has_whole_products(tile: Sm80Tile) -> bool:
+    """Return True if the keys of a warp are a multiple of those that one product of codes has."""
+    return not tile.splits_warps or tile.block_n // tile.num_warps % _KEYS_OF_PRODUCT == 0
+
+
 def takes(problem: AttentionProblem, capability: Capability) -> bool:
     """Return True if there is a kernel for a problem on e4m3 keys on GPUs of a capability."""
     return problem.has_fp8_keys and capability >= _OLDEST and not not_taken(HANDLES, problem)
@@ -73,7 +79,8 @@ def forward(problem: AttentionProblem, *place: Any) -> tuple[Fp8Config, ...]:
     computed = _COMPUTED if query_codes else problem.dtype
     halves = replace(problem, dtype=computed, has_fp8_keys=False, out_dtype=None)
     smem_bytes = partial(_smem_bytes, query_codes=query_codes, multiplies_codes=multiplies)
-    configs = query_configs(halves, own, RECORDS, HANDLES, smem_bytes)
+    records = tuple(record for record in RECORDS if not multiplies or _has_whole_products(record.tile))
+    configs = query_configs(halves, own, records, HANDLES, smem_bytes)
     of_codes: dict[str, Any] = {
         FLAG: True,
         "result": CPP_TYPES[problem.result_dtype],

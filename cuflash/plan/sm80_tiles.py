@@ -21,6 +21,7 @@ class Sm80Tile:
     stages: int = 1  # buffers of keys and values
     min_blocks: int = 1  # thread blocks that share a multiprocessor
     key_warps: int = 1  # warps with the same queries; each has a share of the keys and of the result's columns
+    splits_warps: bool = False  # warps have the same queries, a share of a tile's keys and a softmax of their own each
     listed: int = 1  # entries of a block mask's list whose keys are one tile, where there is no window
 
 
@@ -106,10 +107,21 @@ FORWARD: Records = (
         Record(Sm80Tile(32, 32, 2)),
     ),
 )  # fmt: skip
+# Tiles for few rows; a step has one block of a block mask.
+_FEW_ROWS, _FEW_WIDE_ROWS = (
+    (
+        Record(Sm80Tile(16, 128, 4, 2, shared, splits_warps=True), replace(ANYTHING, lacks=("has_block_mask",))),
+        Record(Sm80Tile(16, 64, 4, 2, 2, splits_warps=True)),
+        Record(Sm80Tile(16, 64, 4, 2, splits_warps=True)),
+    )
+    for shared in (2, 1)
+)
 # The kernels on e4m3 codes load the codes of a step while they compute the one before: all tiles have two stages.
 FP8: Records = tuple(
     record
     for dims, lines in (
+        *((dims, _FEW_ROWS) for dims in ((64, 64), (128, 128))),
+        *((dims, _FEW_WIDE_ROWS) for dims in ((192, 128), (192, 192), (256, 256))),
         *((dims, (
             Record(Sm80Tile(64, 64, 4, 2, min_blocks=2), PLAIN),
             Record(Sm80Tile(64, 64, 4, 2), PLAIN),

@@ -32,8 +32,13 @@ _ADDS = 0.01  # additions to dq that are not made in bulk
 
 
 def of_queries(record: Record[Sm80Tile]) -> float:
-    """Return the predicted time of a score in a tile of queries, in units of its own."""
+    """Return the predicted time of a score in a tile of queries, in units of its own.
+
+    A tile for few rows is the first where it is taken, the one with the most keys.
+    """
     tile = record.tile
+    if tile.splits_warps:
+        return -tile.block_n * tile.min_blocks
     rows = tile.block_m * tile.key_warps / tile.num_warps
     return _time(record.kind, rows, tile.block_n / tile.key_warps, tile.num_warps * tile.min_blocks, tile.stages)
 

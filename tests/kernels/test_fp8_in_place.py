@@ -309,3 +309,51 @@ def test_older_gpus_convert() -> None:
     assert sm80_fp8.forward(problem, True, (7, 5), hardware.smem_limit("sm_75")) == ()
     assert "converted to float32 on GPUs older than sm_80" in sm80_fp8.reason(problem)
     assert sm80_fp8.forward(problem, True, (8, 0), hardware.smem_limit("sm_80")) != ()
+
+
+FEW: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window": (100, 3)},
+    "softcap and sink": {"softcap": 3.0, "sink": np.array([0.5, -1.0, 0.0, 2.0], np.float32)},
+    "mask": {"mask": RNG.random((2, 1, 5, 300)) < 0.5},
+    "bias": {"bias": RNG.standard_normal((2, 4, 5, 300)).astype(np.float32)},
+    "lengths": {"kv_lengths": np.array([300, 0], np.int32)},
+    "few keys": {"kv_lengths": np.array([3, 130], np.int32), "sink": np.zeros(4, np.float32)},
+    "splits": {"num_splits": 2},
+}
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 100), (256, 256)])
+@pytest.mark.parametrize("name", FEW)
+def test_warps_share_the_keys_of_few_rows(queries: str, name: str, dims: tuple[int, int]) -> None:
+    """Warps without a visible key, and rows without one, add nothing; scales of unused keys are never read."""
+    options = FEW[name]
+    arrays, scales, numbers = drawn(queries, dims, lengths=(5, 300))
+    if "kv_lengths" in options:
+        for b, length in enumerate(options["kv_lengths"]):
+            scales["k_scale"][b, length:] = scales["v_scale"][b, length:] = np.nan
+            numbers[1][b, length:] = numbers[2][b, length:] = 0
+    out, lse = cuflash.attention(*arrays, **scales, **options, return_lse=True)
+    configs: list[Any] = [x.kernel.config for x in launch._launches.values() if hasattr(x.kernel.config, "result")]
+    of_codes = [config for config in configs if config.multiplies_codes]
+    assert all(config.splits_warps for config in configs if config not in of_codes)
+    expected = exact(queries, numbers, **{key: x for key, x in options.items() if key != "num_splits"})
+    assert_near(out, expected)
+    np.testing.assert_allclose(lse, expected.lse, atol=2e-3, rtol=1e-4)
+
+
+@needs_compiler
+def test_one_query_of_grouped_heads_in_pages() -> None:
+    """The query heads of a KV head are rows of one tile, in pages, too."""
+    arrays, scales, numbers = drawn("bfloat16", lengths=(1, 128))
+    pools = [x.reshape(2 * 8, 16, *x.shape[2:]) for x in arrays[1:]]
+    of_pages = {name: x.reshape(2 * 8, 16, *x.shape[2:]) for name, x in scales.items()}
+    table = np.arange(16, dtype=np.int32).reshape(2, 8)
+    lengths = np.array([128, 77], np.int32)
+    forget_launches()
+    with hook.kernels_on(CpuDevice((8, 0), num_sms=3)):
+        out = cuflash.attention(arrays[0], *pools, **of_pages, block_table=table, kv_lengths=lengths)
+    (kernel,) = [x.kernel for x in launch._launches.values() if x.kernel.entry == sm80_fp8.PAGED_ENTRY]
+    assert (kernel.config.splits_warps, kernel.heads_are_rows) == (True, True)
+    assert_near(out, exact("bfloat16", numbers, kv_lengths=lengths))

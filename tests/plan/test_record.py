@@ -125,14 +125,14 @@ def test_every_record_of_16_bits_is_a_candidate_of_a_listed_problem() -> None:
             patched.setattr(module, "candidates", note)
         for plan in (sm80_forward.forward, sm80_fp8.forward, sm80_backward.backward):
             plan.cache_clear()
-        for plan in (sm80_backward.of_queries, sm80_backward.of_bias):
+        for plan in (sm80_backward.of_queries, sm80_backward.of_bias, sm80_backward.all_keys):
             plan.cache_clear()
         for arch in ARCHITECTURES:
             place = capability_of(arch), smem_limit(arch)
             for family in (listing.of_forward, listing.of_backward, listing.of_fp8):
                 assert list(family(*place)) or place[0] < (8, 0)
     tables: tuple[Any, ...] = sm80_tiles.FORWARD, sm80_tiles.BACKWARD, sm80_tiles.FP8
-    tables += sm80_tiles.OF_QUERIES, sm80_tiles.OF_BIAS
+    tables += sm80_tiles.OF_QUERIES, sm80_tiles.OF_BIAS, sm80_tiles.ALONE
     assert [line for table in tables for line in table if line not in found] == []
 
 

@@ -70,7 +70,8 @@ def test_a_given_number_is_kept(num_splits: int) -> None:
     problem = replace(DECODE, num_splits=num_splits)
     assert with_splits(problem, config_of(problem), NUM_SMS)[1] == num_splits
     short = replace(problem, seqlen_k=129)
-    assert with_splits(short, config_of(short), NUM_SMS)[1] == min(num_splits, 3)
+    assert (config_of(short).block_n, config_of(replace(short, split_size=1)).block_n) == (128, 64)
+    assert with_splits(short, config_of(short), NUM_SMS)[1] == min(num_splits, 2)
 
 
 def test_splits_of_one_size_leave_keys_whole_whatever_the_batch() -> None:

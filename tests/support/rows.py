@@ -50,6 +50,7 @@ _TOLD_APART = (
     "aligned",
     "computes_dk",
     "all_keys",
+    "splits_warps",
 )
 _OF_BIAS = (sm80_backward.BIAS, "wide_bias", "parts_bias", "backward_bias")
 _ANY_HEAD_DIM = 32  # where a kernel does not depend on it
