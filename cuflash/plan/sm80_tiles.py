@@ -51,7 +51,7 @@ MAIN, ORDERED_DQ, BIAS = "backward_sm80", "ordered_dq", "bias_sm80"
 
 _FEW = one_of("has_softcap", "has_alibi", "has_block_mask", *OF_RULES)
 _MORE = one_of("has_softcap", "has_alibi", "has_dropout", "has_block_mask", *OF_RULES)
-_BLOCKS = one_of("has_block_mask")
+_BLOCKS, _NO_BLOCKS = one_of("has_block_mask"), replace(ANYTHING, lacks=("has_block_mask",))
 _MASKS, _BIAS = (replace(one_of(*flags), least=1) for flags in (("has_mask", "has_block_mask"), ("has_bias",)))
 _64X64 = (
     Record(Sm80Tile(64, 64, 4, min_blocks=3), _MASKS),
@@ -109,12 +109,11 @@ FORWARD: Records = (
 )  # fmt: skip
 # Tiles for few rows; a step has one block of a block mask.
 _FEW_ROWS, _FEW_WIDE_ROWS = (
-    (
-        Record(Sm80Tile(16, 128, 4, 2, shared, splits_warps=True), replace(ANYTHING, lacks=("has_block_mask",))),
-        Record(Sm80Tile(16, 64, 4, 2, 2, splits_warps=True)),
-        Record(Sm80Tile(16, 64, 4, 2, splits_warps=True)),
+    tuple(
+        Record(Sm80Tile(16, n, 4, 2, shared, splits_warps=True), ANYTHING if n == 64 else _NO_BLOCKS)
+        for n, shared in sizes
     )
-    for shared in (2, 1)
+    for sizes in (((128, 2), (64, 2), (128, 1), (64, 1)), ((128, 1), (64, 2), (64, 1)))
 )
 # The kernels on e4m3 codes load the codes of a step while they compute the one before: all tiles have two stages.
 FP8: Records = tuple(

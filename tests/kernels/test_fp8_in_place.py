@@ -334,10 +334,10 @@ def test_warps_share_the_keys_of_few_rows(queries: str, name: str, dims: tuple[i
         for b, length in enumerate(options["kv_lengths"]):
             scales["k_scale"][b, length:] = scales["v_scale"][b, length:] = np.nan
             numbers[1][b, length:] = numbers[2][b, length:] = 0
-    out, lse = cuflash.attention(*arrays, **scales, **options, return_lse=True)
-    configs: list[Any] = [x.kernel.config for x in launch._launches.values() if hasattr(x.kernel.config, "result")]
-    of_codes = [config for config in configs if config.multiplies_codes]
-    assert all(config.splits_warps for config in configs if config not in of_codes)
+    given: dict[str, Any] = scales | options
+    out, lse = cuflash.attention(*arrays, **given, return_lse=True)
+    (config,) = [x.kernel.config for x in launch._launches.values() if isinstance(x.kernel.config, sm80_fp8.Fp8Config)]
+    assert config.splits_warps or (config.multiplies_codes and dims == (256, 256)), "such a tile does not fit sm_89"
     expected = exact(queries, numbers, **{key: x for key, x in options.items() if key != "num_splits"})
     assert_near(out, expected)
     np.testing.assert_allclose(lse, expected.lse, atol=2e-3, rtol=1e-4)
@@ -354,6 +354,6 @@ def test_one_query_of_grouped_heads_in_pages() -> None:
     forget_launches()
     with hook.kernels_on(CpuDevice((8, 0), num_sms=3)):
         out = cuflash.attention(arrays[0], *pools, **of_pages, block_table=table, kv_lengths=lengths)
-    (kernel,) = [x.kernel for x in launch._launches.values() if x.kernel.entry == sm80_fp8.PAGED_ENTRY]
-    assert (kernel.config.splits_warps, kernel.heads_are_rows) == (True, True)
+    paged: list[Any] = [x.kernel for x in launch._launches.values() if x.kernel.entry == sm80_fp8.PAGED_ENTRY]
+    assert [(kernel.config.splits_warps, kernel.heads_are_rows) for kernel in paged] == [(True, True)]
     assert_near(out, exact("bfloat16", numbers, kv_lengths=lengths))
