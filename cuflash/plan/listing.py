@@ -154,15 +154,17 @@ def of_backward(capability: Capability, limit: int) -> Iterator[Pass]:
 
 
 def _alone(dtype: str) -> Iterator[AttentionProblem]:
-    """Yield problems that one tile has all keys of, for each tile without options, and once with all options."""
-    options = [flag for flag in KNOWN_TO_ALL if flag != _BLOCK_MASK]
-    for dims, lines in _by_head_dims(ALONE).items():
+    """Yield problems that one tile has all keys of: for each tile without options, for the widest heads with all."""
+    by_dims = _by_head_dims(ALONE)
+    for dims, lines in by_dims.items():
         for tile in (line.tile for line in lines):
             # With more sequences than multiprocessors several thread blocks share one.
             sizes = {"batch": tile.min_blocks, "seqlen_q": tile.block_m, "seqlen_k": tile.block_n}
             yield replace(problem_of(dtype, *dims, ()), **sizes)
-        with_all = problem_of(dtype, *dims, options)
-        yield replace(with_all, seqlen_q=lines[1].tile.block_m, seqlen_k=lines[1].tile.block_n)
+    options = [flag for flag in KNOWN_TO_ALL if flag != _BLOCK_MASK]
+    for line in by_dims[max(by_dims)]:
+        with_all = problem_of(dtype, *max(by_dims), options)
+        yield replace(with_all, seqlen_q=line.tile.block_m, seqlen_k=line.tile.block_n)
 
 
 def _with_bias(problems: Iterable[AttentionProblem]) -> Iterator[AttentionProblem]:
@@ -179,11 +181,13 @@ def of_fp8(capability: Capability, limit: int) -> Iterator[Pass]:
 
 
 def _of_few_rows(dtype: str, of_all: dict[str, Any]) -> Iterator[AttentionProblem]:
-    """Yield problems of few rows, without options and with all."""
-    for dims, lines in _by_head_dims(FP8).items():
-        for tile in [line.tile for line in lines if line.tile.splits_warps][:1]:
-            for flags in ((), KNOWN_TO_ALL):
-                yield replace(problem_of(dtype, *dims, flags, **of_all), seqlen_q=tile.block_m)
+    """Yield problems of few rows without options, and for the widest heads, which take most registers, with all."""
+    by_dims = {
+        dims: [line.tile for line in lines if line.tile.splits_warps] for dims, lines in _by_head_dims(FP8).items()
+    }
+    for dims, tiles in by_dims.items():
+        for flags in ((), KNOWN_TO_ALL) if dims == max(by_dims) else ((),):
+            yield from (replace(problem_of(dtype, *dims, flags, **of_all), seqlen_q=x.block_m) for x in tiles[:1])
 
 
 def of_wide(capability: Capability, limit: int) -> Iterator[Pass]:

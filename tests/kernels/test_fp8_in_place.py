@@ -313,14 +313,16 @@ def test_older_gpus_convert() -> None:
 
 FEW: dict[str, dict[str, Any]] = {
     "plain": {},
-    "causal": {"causal": True},
+    "several options": {
+        "causal": True,
+        "softcap": 3.0,
+        "sink": np.array([0.5, -1.0, 0.0, 2.0], np.float32),
+        "mask": RNG.random((2, 1, 5, 300)) < 0.5,
+        "bias": RNG.standard_normal((2, 4, 5, 300)).astype(np.float32),
+        "kv_lengths": np.array([300, 0], np.int32),
+    },
     "window": {"window": (100, 3)},
-    "softcap and sink": {"softcap": 3.0, "sink": np.array([0.5, -1.0, 0.0, 2.0], np.float32)},
-    "mask": {"mask": RNG.random((2, 1, 5, 300)) < 0.5},
-    "bias": {"bias": RNG.standard_normal((2, 4, 5, 300)).astype(np.float32)},
-    "lengths": {"kv_lengths": np.array([300, 0], np.int32)},
-    "few keys": {"kv_lengths": np.array([3, 130], np.int32), "sink": np.zeros(4, np.float32)},
-    "splits": {"num_splits": 2},
+    "few keys": {"kv_lengths": np.array([3, 130], np.int32), "sink": np.zeros(4, np.float32), "num_splits": 2},
 }
 
 
