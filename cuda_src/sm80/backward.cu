@@ -111,7 +111,7 @@ struct KeyWarp {
         write_delta(p, s, head, block * BLOCK_M);
         float dq[DQ_FRAGMENTS][DQ_COLUMNS / 2];
         clear_all(dq);
-        if (block < seeing.block || block >= seeing.end) write_dq(head, block, dq);
+        if (block < seeing.block || block >= seeing.end) write_dq(p, s, head, block, dq);
       }
     }
     __syncthreads();
@@ -209,19 +209,6 @@ struct KeyWarp {
     }
   }
 
-  // write_dq() writes the warp's part of a tile of dq that no other thread block adds to.
-  DEVICE void write_dq(int head, int block, const float (&dq)[DQ_FRAGMENTS][DQ_COLUMNS / 2]) const {
-    if (p.dq.data == nullptr) return;
-    const float scale = static_cast<float>(p.softmax_scale), factor[2] = {scale, scale};
-    const int column = warp % DQ_WARPS_N * DQ_COLUMNS;
-#pragma unroll
-    for (int f = 0; f < DQ_FRAGMENTS; f++) {
-      const int row = block * BLOCK_M + (warp / DQ_WARPS_N * DQ_FRAGMENTS + f) * 16 + fragment_row();
-      write_fragment(p.dq.at(batch_of(p, s), s.row_q, head) + column, p.dq.row_stride, row, s.len_q, s.rows_q,
-                     p.head_dim - column, dq[f], factor);
-    }
-  }
-
   // add_dq() computes dQ = dS K of a tile of queries, of which the warp has some rows and columns, and adds it to its
   // sum.
   DEVICE void add_dq(const StepTiles& tiles, u32 stage, int head, int block) const {
@@ -235,7 +222,7 @@ struct KeyWarp {
     float dq[DQ_FRAGMENTS][DQ_COLUMNS / 2];
     clear_all(dq);
     multiply_columns(dq, tiles.gradients, dq_warp * DQ_FRAGMENTS * 16, keys, column);
-    if constexpr (ALL_KEYS) return write_dq(head, block, dq);
+    if constexpr (ALL_KEYS) return write_dq(p, s, head, block, dq);
     const i64 number = query_tile(p, s, head, block, BLOCK_M);
     float* sum = own_sum_at(p, number);
     if constexpr (DETERMINISTIC) {

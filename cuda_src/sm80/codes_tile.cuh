@@ -3,8 +3,8 @@
 //
 // Codes are what is read from memory and what waits in shared memory. By MULTIPLIES_CODES (sm_89 and newer, where the
 // queries are codes) they are what is multiplied, too. Else a thread block makes elements of 16 bits of each tile,
-// which is exact. It does so once and not in the fragments, because each of its warps has all of a tile's keys as a
-// factor: there every warp would convert every code, which takes longer than the products do.
+// which is exact. It does so once and not in the fragments, because each of its warps may have all of a tile's keys as
+// a factor: there every warp would convert every code, which takes longer than the products do.
 //
 // Factors: the score of a key is multiplied by its k_scale, and its weight by its v_scale. Weights so multiplied may be
 // far from 1, so they stand in a unit of their row (Units).

@@ -18,6 +18,20 @@ DEVICE float* own_sum_at(const AttentionParams& p, i64 tile) {
   return p.dq_sum + (tile * NUM_WARPS + threadIdx.x / WARP) * OWN_SUM;
 }
 
+// write_dq() writes a warp's part of a tile of dq, nothing where dq is not wanted.
+DEVICE void write_dq(const AttentionParams& p, const Sequence& s, int head, int block,
+                     const float (&dq)[DQ_FRAGMENTS][DQ_COLUMNS / 2]) {
+  if (p.dq.data == nullptr) return;
+  const int warp = threadIdx.x / WARP, column = warp % DQ_WARPS_N * DQ_COLUMNS;
+  const float scale = static_cast<float>(p.softmax_scale), factor[2] = {scale, scale};
+#pragma unroll
+  for (int f = 0; f < DQ_FRAGMENTS; f++) {
+    const int row = block * BLOCK_M + (warp / DQ_WARPS_N * DQ_FRAGMENTS + f) * 16 + fragment_row();
+    write_fragment(p.dq.at(batch_of(p, s), s.row_q, head) + column, p.dq.row_stride, row, s.len_q, s.rows_q,
+                   p.head_dim - column, dq[f], factor);
+  }
+}
+
 // read_fragment() reads a thread's share of a fragment of the sum; add_fragment() adds to it.
 DEVICE void read_fragment(float (&x)[DQ_COLUMNS / 2], const float* sum) {
   sum += lane() * ADDED;

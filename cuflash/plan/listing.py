@@ -158,7 +158,7 @@ def _alone(dtype: str) -> Iterator[AttentionProblem]:
     by_dims = _by_head_dims(ALONE)
     for dims, lines in by_dims.items():
         for tile in (line.tile for line in lines):
-            # With more sequences than multiprocessors several thread blocks share one.
+            # Several thread blocks share a multiprocessor where there are more sequences than multiprocessors.
             sizes = {"batch": tile.min_blocks, "seqlen_q": tile.block_m, "seqlen_k": tile.block_n}
             yield replace(problem_of(dtype, *dims, ()), **sizes)
     options = [flag for flag in KNOWN_TO_ALL if flag != _BLOCK_MASK]

@@ -145,7 +145,7 @@ FORWARD: tuple[Record[Sm90Tile], ...] = (
         Record(_128X64, PLAIN, where=(COPIED_ROWS,)),
         Record(_128X64, PLAIN, where=(HEADS, PAGES)),
         Record(_128X32, _OPTIONS, where=(HEADS,)),
-        # Beside 112 keys there is no room to stage results: threads would store rows of heads element by element.
+        # A tile of 112 keys leaves no room to stage results: threads would store rows of heads element by element.
         Record(_128X96, PLAIN, where=(PLAIN_SCORES, HEADS)),
         Record(Sm90Tile(128, 112), PLAIN, where=(PLAIN_SCORES,)),
         Record(_128X32, _NOT_BESIDE_PAGES, where=(PAGES,)),
