@@ -7,6 +7,7 @@ other sums is added in the order of the tasks, whatever the number of cores.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain, product
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from cuflash.cpu import at_once
 from cuflash.cpu.append import append
 from cuflash.cpu.forward import forward_block
 from cuflash.cpu.gradients import Backward
@@ -35,6 +37,11 @@ __all__ = ["append", "backward", "expect_gradients", "forward", "merge_parts", "
 
 def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Array | None) -> None:
     """Write out and, if wanted, lse, which may have any strides."""
+    if at_once.can_forward(problem):
+        work = Work(lambda: math.prod(problem.lse_shape) * problem.seqlen_k)
+        if at_once.forward(problem, operands, out, lse):
+            work.end()
+            return
     tiling = Tiling(problem, operands, together=True)
     if problem.packed or problem.q_lengths:  # rows beyond a length or outside every sequence
         out[...] = 0

@@ -6,7 +6,6 @@ softmax", 2018; Dao et al., "FlashAttention", 2022).
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +25,7 @@ from cuflash.cpu.scores import (
     like_keys,
     load_columns,
     load_keys,
+    overflows,
     sink_rows,
     split_heads,
     subtract_tops,
@@ -33,7 +33,6 @@ from cuflash.cpu.scores import (
 )
 from cuflash.cpu.threads import Workspace
 from cuflash.cpu.tiles import Block, Tile, Tiling
-from cuflash.problem.attention_problem import AttentionProblem
 
 Array = NDArray[Any]
 
@@ -64,7 +63,7 @@ def forward_block(tiling: Tiling, block: Block, workspace: Workspace, out: Array
         divisor = (divisor / p.dropout_rescale).astype(p.accum_dtype, copy=False)
     target = tiling.of_sequence(out, sequence)[:, block.rows, heads.query]
     acc, divisor = _like_out(sums.acc, block), _like_out(divisor[..., None], block)
-    if _overflows(p, sums.acc):
+    if overflows(p, sums.acc):
         target[...] = _without_overflow(tiling, block, workspace, acc, divisor)
     elif target.dtype == acc.dtype:
         np.divide(acc, divisor, out=target)
@@ -76,14 +75,6 @@ def forward_block(tiling: Tiling, block: Block, workspace: Workspace, out: Array
         if empty is not None:
             rows[empty] = -np.inf
         tiling.lse_of_sequence(lse, sequence)[:, heads.query, block.rows] = _by_sequence(rows, block)
-
-
-def _overflows(p: AttentionProblem, acc: Array) -> bool:
-    """Return True if a sum is inf or NaN; float32 holds the sum of any number of float16's values."""
-    numbers = acc.reshape(-1)
-    # A finite sum of squares tells at once that all are finite; large ones make it inf, so that these are looked at.
-    can = p.dtype != "float16" or p.has_fp8_keys
-    return can and not math.isfinite(np.dot(numbers, numbers)) and not np.isfinite(numbers).all()
 
 
 def _without_overflow(tiling: Tiling, block: Block, workspace: Workspace, acc: Array, divisor: Array) -> Array:

@@ -8,6 +8,7 @@ per head, row or key broadcasts against `split_heads` of them. Sequences that ar
 from __future__ import annotations
 
 import functools
+import math
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import numpy as np
@@ -198,6 +199,14 @@ def without_rows(x: Array, keep: Any) -> Array:
     x = x.copy()
     x[~np.broadcast_to(keep, x.shape[:-1])] = 0
     return x
+
+
+def overflows(p: AttentionProblem, acc: Array) -> bool:
+    """Return True if a sum is inf or NaN; float32 holds the sum of any number of float16's values."""
+    numbers = acc.reshape(-1)
+    # A finite sum of squares tells at once that all are finite; large ones make it inf, so that these are looked at.
+    can = p.dtype != "float16" or p.has_fp8_keys
+    return can and not math.isfinite(np.dot(numbers, numbers)) and not np.isfinite(numbers).all()
 
 
 def load_rows(tiling: Tiling, x: Array, block: Block) -> Array:

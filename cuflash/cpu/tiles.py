@@ -196,6 +196,15 @@ def _layout_of_whole(problem: AttentionProblem, together: bool) -> Layout:
     return _lay_out(problem, sequences, together=together)
 
 
+def fits_one_tile(problem: AttentionProblem) -> bool:
+    """Return True if a plain problem has one block of rows and one tile of keys, and is too small for two tasks."""
+    sequences, num_tasks, block_rows, head_blocks = _layout_of_whole(problem, True)
+    if num_tasks > 1 or len(sequences) > 1 or len(head_blocks) > 1 or problem.seqlen_q > block_rows:
+        return False
+    columns = problem.seqlen_q * problem.num_heads_q * problem.batch
+    return problem.seqlen_k <= _most_keys(problem, columns, problem.num_heads_kv * problem.batch)
+
+
 class Tiling:
     """The tiles of a problem; `together` lets sequences share blocks."""
 

@@ -8,6 +8,9 @@ import time
 from dataclasses import dataclass
 
 OPTIONS = ("--std=c++17",)
+# CuPy adds these to the options of a RawModule. Without the second one the NVRTC of CUDA 13.0 takes generic lambdas for
+# functions of the host.
+_OF_CUPY = ("-ftz=true", "--device-as-default-execution-space")
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,7 @@ def compile_for(arch: str, source: str, name: str) -> Report:
     start = time.perf_counter()
     program = nvrtc.createProgram(source, f"{name}.cu", (), ())
     try:
-        # CuPy adds -ftz=true behind the options of a RawModule, so it stands here, too.
-        nvrtc.compileProgram(program, (f"-arch={arch}", *OPTIONS, "-ftz=true", "--ptxas-options=-v", *include))
+        nvrtc.compileProgram(program, (f"-arch={arch}", *OPTIONS, *_OF_CUPY, "--ptxas-options=-v", *include))
     except nvrtc.NVRTCError as error:
         raise RuntimeError(f"{name} does not compile for {arch}:\n{nvrtc.getProgramLog(program)}") from error
     log: str = nvrtc.getProgramLog(program)

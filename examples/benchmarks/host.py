@@ -103,6 +103,8 @@ class _NoLaunches:
 
 
 class _NoKernel:
+    local_bytes = 0
+
     def __call__(self, *arguments: Any, **keywords: Any) -> None:
         """Launch nothing."""
 

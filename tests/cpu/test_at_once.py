@@ -1,0 +1,90 @@
+"""Plain attention whose scores are one tile is computed without tiles and tasks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cuflash
+from cuflash import reference
+from cuflash.cpu import at_once
+from cuflash.interop import dtype_of
+from cuflash.problem.attention_problem import AttentionProblem
+
+SMALL = AttentionProblem(1, 1, 100, 32, 8, 64, 64, "float32", softmax_scale=0.1)
+
+
+def drawn(*shape: int, dtype: str = "float32", seed: int = 0) -> np.ndarray:
+    """Return N(0, 1) numbers."""
+    return np.random.default_rng(seed).standard_normal(shape, np.float32).astype(dtype_of(dtype))
+
+
+@pytest.mark.parametrize(
+    ("changes", "can"),
+    [
+        ({}, True),
+        ({"window_right": 0}, True),
+        ({"seqlen_q": 4, "dtype": "float64", "batch": 2}, True),
+        ({"deterministic": True, "precision": "tf32", "num_splits": 2, "out_dtype": "float32"}, True),
+        ({"seqlen_q": 4, "window_right": 0}, False),
+        ({"window_left": 3}, False),
+        ({"window_right": -1}, False),
+        ({"softcap": 5.0}, False),
+        ({"sink": True}, False),
+        ({"kv_lengths": True}, False),
+        ({"split_size": 64}, False),
+        ({"seqlen_k": 1 << 20}, False),
+        ({"seqlen_q": 4096, "seqlen_k": 4096}, False),
+        ({"seqlen_k": 0}, False),
+    ],
+)
+def test_which_problems(changes: dict[str, Any], can: bool) -> None:
+    """No problem with an option that the path heeds, with hidden keys or with more than one tile is computed so."""
+    assert at_once.can_forward(replace(SMALL, **changes)) is can
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+@pytest.mark.parametrize(("seqlen_q", "batch"), [(1, 1), (1, 3), (5, 2)])
+def test_results(dtype: str, seqlen_q: int, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both results are those of the path by tiles, but for roundings, and stand in the arrays that are given."""
+    q, k = drawn(batch, seqlen_q, 6, 16, dtype=dtype), drawn(batch, 70, 2, 16, dtype=dtype, seed=1)
+    v = drawn(batch, 70, 2, 24, dtype=dtype, seed=2)
+    target = np.full((batch, seqlen_q, 12, 24), np.nan, q.dtype)[:, :, ::2]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(at_once, "can_forward", lambda p: False)
+        expected, expected_lse = cuflash.attention(q, k, v, return_lse=True)
+    calls = []
+    once = at_once.forward
+    monkeypatch.setattr(at_once, "forward", lambda *a: calls.append(once(*a)) or calls[-1])
+    out, lse = cuflash.attention(q, k, v, out=target, return_lse=True)
+    assert calls == [True]
+    assert out is target
+    tolerance = {"float64": 1e-14, "float32": 1e-6}.get(dtype, 1e-2)
+    np.testing.assert_allclose(out.astype(float), expected.astype(float), rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-14 if dtype == "float64" else 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [*((name, x) for name in "qkv" for x in (np.nan, np.inf, -np.inf)), ("v", 3e38)]
+)
+def test_extreme_numbers(name: str, value: float) -> None:
+    """NaN and infinities stand where they belong, and a mean of large values is finite."""
+    arrays = {"q": drawn(1, 1, 2, 8), "k": drawn(1, 9, 2, 8, seed=1), "v": drawn(1, 9, 2, 8, seed=2)}
+    arrays[name][0, :, 0, 3] = value
+    out, lse = cuflash.attention(*arrays.values(), return_lse=True)
+    expected, expected_lse = reference.attention(*arrays.values())
+    np.testing.assert_allclose(out, expected, rtol=2e-6, atol=1e-6)
+    np.testing.assert_allclose(lse, expected_lse, rtol=2e-6)
+
+
+def test_progress_is_told() -> None:
+    """A call within `progress` has the same bits and reports its scores at its end."""
+    q, k = drawn(1, 1, 4, 8), drawn(1, 33, 4, 8, seed=1)
+    told: list[tuple[int, int]] = []
+    with cuflash.progress(lambda done, total: told.append((done, total))):
+        out = cuflash.attention(q, k, k)
+    np.testing.assert_array_equal(out, cuflash.attention(q, k, k))
+    assert told[-1] == (4 * 33, 4 * 33)
