@@ -37,9 +37,8 @@ RESULTS = ("bfloat16", "float16", "float32")
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # numbers of splits that are compared
 _FEWEST_STEPS = 4  # tiles of keys of a split
 _FLOPS = 7.5e6  # of a multiprocessor in a microsecond: half of what the tensor cores do with codes, as a prediction
-# Registers of a thread that loads, schedules or prepares values, and of one that computes.
-_REGISTERS = (40, 232)
 _CONSUMERS = 2
+_THREADS_OF_ROW = 4  # each keeps the row's scale
 # The arithmetic's dtype where results are float32; it names the types of what has 16 bits in headers that are shared.
 _HALF_OF = {"float16": "float16", "bfloat16": "bfloat16", "float32": "bfloat16"}
 
@@ -53,6 +52,8 @@ class Fp8Tile:
     stages: int = 2  # buffers of keys, of values and of transposed values
     query_stages: int = 1  # buffers of queries
     slice: int = 64  # columns of a product of weights and values
+    # Registers of a thread that loads, schedules or prepares values, and of one that computes.
+    registers: tuple[int, int] = (64, 224)
     ping_pong: bool = True  # the warpgroups alternate at the tensor cores
 
 
@@ -68,15 +69,23 @@ class Fp8Row:
     with_more: Fp8Tile  # tile with a bias, or with several options
 
 
-_D64, _D96, _D128 = (Fp8Tile(n, query_stages=2, slice=columns) for n, columns in ((128, 64), (128, 96), (128, 64)))
+_D64, _D96, _D128 = (Fp8Tile(n, query_stages=2, slice=columns) for n, columns in ((128, 64), (128, 48), (128, 64)))
+_D256 = Fp8Tile(64, slice=32, registers=(48, 232))
 # The first row is taken that is wide enough.
 FORWARD = (
     Fp8Row(64, 64, _D64, _D64, _D64, replace(_D64, block_n=64)),
     Fp8Row(96, 96, _D96, _D96, replace(_D96, block_n=64), replace(_D96, block_n=64)),
-    Fp8Row(128, 128, _D128, _D128, replace(_D128, block_n=64), replace(_D128, block_n=64)),
-    Fp8Row(192, 128, Fp8Tile(128), Fp8Tile(128), Fp8Tile(64), Fp8Tile(64)),
+    Fp8Row(
+        128,
+        128,
+        _D128,
+        replace(_D128, slice=32),
+        replace(_D128, block_n=64),
+        replace(_D128, block_n=64, slice=32),
+    ),
+    Fp8Row(192, 128, Fp8Tile(128), Fp8Tile(128, slice=32), Fp8Tile(64), Fp8Tile(64, slice=32)),
     Fp8Row(192, 192, Fp8Tile(64), Fp8Tile(64), Fp8Tile(64), Fp8Tile(32)),
-    Fp8Row(256, 256, Fp8Tile(64), Fp8Tile(64), Fp8Tile(32), Fp8Tile(32, slice=32)),
+    Fp8Row(256, 256, _D256, replace(_D256, slice=16), replace(_D256, block_n=32), replace(_D256, block_n=32)),
 )
 
 
@@ -89,10 +98,11 @@ class Sm90Fp8Config(Sm90ForwardConfig):
     token_scales: bool  # the rows of a head have scales of their own; else all share one
 
 
-def _smem_bytes(row: Fp8Row, tile: Fp8Tile) -> int:
+def _smem_bytes(row: Fp8Row, tile: Fp8Tile, token_scales: bool) -> int:
     row_bytes, row_bytes_v = whole_rows(row.head_dim), whole_rows(row.head_dim_v)
     keys = tile.block_n * (row_bytes + row_bytes_v) + row.head_dim_v * SWIZZLE_BYTES + 2 * tile.block_n * FLOAT_BYTES
-    return tile.query_stages * tile.block_m * row_bytes + tile.stages * keys + SMEM_BESIDE_TILES
+    scales_of_rows = _THREADS_OF_ROW * tile.block_m * FLOAT_BYTES if token_scales else 0
+    return tile.query_stages * tile.block_m * row_bytes + tile.stages * keys + scales_of_rows + SMEM_BESIDE_TILES
 
 
 def config_of(
@@ -119,8 +129,8 @@ def config_of(
         mask_row_bytes=SWIZZLE_BYTES,
         consumers=_CONSUMERS,
         teams=1,
-        producer_registers=_REGISTERS[0],
-        consumer_registers=_REGISTERS[1],
+        producer_registers=tile.registers[0],
+        consumer_registers=tile.registers[1],
         follows_every_maximum=True,
         keys_in_reverse=False,
         query_steps_in_registers=0,
@@ -132,7 +142,7 @@ def config_of(
         has_mask_tiles=False,
         bounded_scores=False,
         plain_scores=plain_scores and are_products(flags),
-        smem_bytes=_smem_bytes(row, tile),
+        smem_bytes=_smem_bytes(row, tile, token_scales),
         result=CPP_TYPES[result_dtype],
         token_scales=token_scales,
         **common(Sm90Fp8Config, _HALF_OF[result_dtype], bias_dtype, (*flags, FLAG), row, tile),

@@ -72,45 +72,65 @@ DEVICE void pack_codes(u32 (&codes)[BLOCK_N / 8], const float (&x)[BLOCK_N / 2])
 
 constexpr float WEIGHT_BITS = 8, WEIGHT_FACTOR = 256;  // a weight stands for WEIGHT_FACTOR times itself, 2^WEIGHT_BITS
 
+// FOLDS_ROWS: plain scores take the scales of single queries with the scale of the softmax, a number for each row.
+constexpr bool FOLDS_ROWS = PLAIN_SCORES && TOKEN_SCALES;
+
+// BIT_ROWS: where keys may be hidden from everybody, their scales must not matter, and each row finds the largest scale
+// of the values that it sees; else a tile's rows share one.
+constexpr int BIT_ROWS = TOKEN_SCALES && HIDES_ANYWHERE ? 2 : 1;
+
 // CodeSoftmax is the state of a thread's two rows. A row's reference is always its maximum so far.
 struct CodeSoftmax {
-  float to_natural, to_base_2;  // factors that bring a score to natural units, and to base 2
-  float reference[2], sum[2];   // the largest score, and this thread's share of the sum of weights
+  float to_base_2[FOLDS_ROWS ? 2 : 1];  // the factors that bring scores to base 2
+  float to_natural;                     // that to natural units, where the rows share it
+  float reference[2], sum[2];           // the largest score, and this thread's share of the sum of weights
+  float bits[BIT_ROWS];                 // weights of the last tile stand for 2^bits times themselves
 
-  DEVICE explicit CodeSoftmax(float unit) : to_natural(unit), to_base_2(unit * LOG2_E) {
+  DEVICE explicit CodeSoftmax(const float (&units)[FOLDS_ROWS ? 2 : 1]) {
+#pragma unroll
+    for (int i = 0; i < (FOLDS_ROWS ? 2 : 1); i++) to_base_2[i] = units[i] * LOG2_E;
+    to_natural = units[0];
     reference[0] = reference[1] = -infinity();
     sum[0] = sum[1] = 0;
+    bits[0] = bits[BIT_ROWS - 1] = WEIGHT_BITS;
   }
 
-  // step() turns the scores of a tile into weights; earlier results of row r are to be multiplied by rescale[r].
-  DEVICE void step(float (&x)[BLOCK_N / 2], float (&rescale)[2]) {
+  // step() turns the scores of a tile into weights times 2^tile_bits; earlier results of row r are to be multiplied by
+  // rescale[r].
+  DEVICE void step(float (&x)[BLOCK_N / 2], float (&rescale)[2], const float (&tile_bits)[BIT_ROWS]) {
     float top[2];
     FragmentSoftmax::find_tops(x, top);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
+      const float unit = to_base_2[FOLDS_ROWS ? r : 0];
       const float grown = larger(reference[r], max_of_row<4>(top[r])), base = grown == -infinity() ? 0 : grown;
-      rescale[r] = ptx::ex2((reference[r] - base) * to_base_2);
+      const float shrinks = (reference[r] - base) * unit, own_bits = tile_bits[r % BIT_ROWS];
+      rescale[r] = ptx::ex2(TOKEN_SCALES ? shrinks + (own_bits - bits[r % BIT_ROWS]) : shrinks);
       reference[r] = grown;
-      const float offset = WEIGHT_BITS - base * to_base_2;
+      const float offset = own_bits - base * unit;
       float row_sum = 0;
 #pragma unroll
       for (int e = 2 * r; e < BLOCK_N / 2; e += 4) {
 #pragma unroll
         for (int side = 0; side < 2; side++) {
           float& w = x[e + side];
-          w = ptx::ex2(ANY_SCORES ? (w - base) * LOG2_E + WEIGHT_BITS : w * to_base_2 + offset);
+          w = ptx::ex2(ANY_SCORES ? (w - base) * LOG2_E + own_bits : w * unit + offset);
           row_sum += w;
         }
       }
       sum[r] = sum[r] * rescale[r] + row_sum;
     }
+    bits[0] = tile_bits[0];
+    bits[BIT_ROWS - 1] = tile_bits[BIT_ROWS - 1];
   }
 
   // finish() ends both rows: inverse[r] normalises row r, lse[r] is its natural log-sum-exp.
   DEVICE void finish(float sink, float (&inverse)[2], float (&lse)[2]) const {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      finish_row(reference[r] * to_natural, sum[r] / WEIGHT_FACTOR, sink, inverse[r], lse[r]);
+      const float total = TOKEN_SCALES ? sum[r] * ptx::ex2(-bits[r % BIT_ROWS]) : sum[r] / WEIGHT_FACTOR;
+      const float natural = FOLDS_ROWS ? to_base_2[FOLDS_ROWS ? r : 0] / LOG2_E : to_natural;
+      finish_row(reference[r] * natural, total, sink, inverse[r], lse[r]);
     }
   }
 };
@@ -125,29 +145,36 @@ DEVICE float scale_at(const Tensor<const float>& scale, i64 batch, i64 row, int 
 // FOLDS_SCALES: where all rows of a head share their scales, plain scores take them with the scale of the softmax.
 constexpr bool FOLDS_SCALES = PLAIN_SCORES && !TOKEN_SCALES;
 
+// is_usual() tells whether a positive number may be multiplied by log2(e), and by a few others like it.
+DEVICE bool is_usual(float x) { return x > 0x1p-80f && x < 0x1p80f; }
+
 // ScoreScales are what products are multiplied by: `factor`, or with TOKEN_SCALES numbers of the thread's two rows and
 // of each key. `scale` is then the scale of the softmax.
 struct ScoreScales {
-  float scale, factor;
-  float of_rows[TOKEN_SCALES ? 2 : 1];
+  float scale, factor = 1;
+  float2& of_rows;               // in shared memory: registers are scarce
+  bool has_rows = TOKEN_SCALES;  // products are multiplied by of_rows; else the softmax does it
 
-  DEVICE ScoreScales(const AttentionParams& p, const Sequence& s, int head, int row) {
-    scale = static_cast<float>(p.softmax_scale);
-    factor = 1;
+  DEVICE ScoreScales(const AttentionParams& p, const Sequence& s, int head, int row, float2& of_rows)
+      : scale(static_cast<float>(p.softmax_scale)), of_rows(of_rows) {
     const i64 batch = batch_of(p, s);
     if constexpr (TOKEN_SCALES) {
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
-        const int i = row + 8 * r;
-        of_rows[r] = i < s.len_q ? scale_at(p.q_scale, batch, s.row_q + i, head) : 1;
-      }
-    } else {
+      const auto of_row = [&](int i) { return i < s.len_q ? scale_at(p.q_scale, batch, s.row_q + i, head) : 1; };
+      of_rows = {of_row(row), of_row(row + 8)};
+      if (FOLDS_ROWS) has_rows = !is_usual(scale * of_rows.x) || !is_usual(scale * of_rows.y);
+    } else if (s.len_k > 0 && s.len_q > 0) {
       // Nothing is read where there are no keys, of which there may be no scale either.
-      if (s.len_k > 0 && s.len_q > 0) {
-        factor = scale_at(p.q_scale, batch, 0, head) * scale_at(p.k_scale, batch, 0, head / group_size(p));
-      }
+      factor = scale_at(p.q_scale, batch, 0, head) * scale_at(p.k_scale, batch, 0, head / group_size(p));
       const float both = scale * factor;
-      if (FOLDS_SCALES && both > 0x1p-80f && both < 0x1p80f) scale = both, factor = 1;
+      if (FOLDS_SCALES && is_usual(both)) scale = both, factor = 1;
+    }
+  }
+
+  // units() are the factors that bring the softmax's scores to natural units, of which `unit` is the one of all rows.
+  DEVICE void units(float (&found)[FOLDS_ROWS ? 2 : 1], float unit) const {
+#pragma unroll
+    for (int r = 0; r < (FOLDS_ROWS ? 2 : 1); r++) {
+      found[r] = FOLDS_ROWS && !has_rows ? unit * (r == 0 ? of_rows.x : of_rows.y) : unit;
     }
   }
 
@@ -158,7 +185,11 @@ struct ScoreScales {
       for (int e = 0; e < BLOCK_N / 2; e += 4) {
         const float2 keys = *reinterpret_cast<const float2*>(of_keys + fragment_column() + column_offset(e));
 #pragma unroll
-        for (int i = 0; i < 4; i++) x[e + i] *= (i % 2 == 0 ? keys.x : keys.y) * of_rows[TOKEN_SCALES ? i / 2 : 0];
+        for (int i = 0; i < 4; i++) x[e + i] *= i % 2 == 0 ? keys.x : keys.y;
+      }
+      if (has_rows) {
+        const float rows[2] = {of_rows.x, of_rows.y};
+        rescale_rows(x, rows);
       }
     } else if (factor != 1) {
 #pragma unroll
@@ -167,52 +198,83 @@ struct ScoreScales {
   }
 };
 
-// WeightUnits are the units of a thread's two rows: a sum of weights times values is a number of them. Where scales of
-// values differ, a row's unit is its largest weight times scale so far, so that this one is exact. Else it is the
-// scale.
-struct WeightUnits {
-  static constexpr float LEAST = 0x1p-100f;  // the least unit, whose inverse is finite
-  float unit[TOKEN_SCALES ? 2 : 1];
+// WeightScales are what weights are multiplied by before they are rounded, besides 2^WEIGHT_BITS: with TOKEN_SCALES
+// their values' scales over the largest of the tile, or of those that a row sees. Softmax divides by the largest, with
+// the exponents; since sums of weights stand for as many times themselves, it does not show in results.
+struct WeightScales {
+  // The largest scale of a tile counts as no less than the first of these, so that weights over it are finite, and than
+  // the second times that of an earlier tile, so that results are.
+  static constexpr float LEAST = 0x1p-90f, LEAST_BEHIND = 0x1p-80f;
+  float of_all = 1;      // without TOKEN_SCALES: the scale of all values
+  float most[BIT_ROWS];  // with BIT_ROWS 2: the largest scale that a row has seen
 
-  DEVICE WeightUnits(const AttentionParams& p, const Sequence& s, int head) {
-    if constexpr (TOKEN_SCALES) {
-      unit[0] = unit[TOKEN_SCALES] = LEAST;
-    } else {
-      unit[0] = s.len_k > 0 ? scale_at(p.v_scale, batch_of(p, s), 0, head / group_size(p)) : 1;
-    }
+  DEVICE WeightScales(const AttentionParams& p, const Sequence& s, int head) {
+    most[0] = most[BIT_ROWS - 1] = LEAST;
+    if (!TOKEN_SCALES && s.len_k > 0) of_all = scale_at(p.v_scale, batch_of(p, s), 0, head / group_size(p));
   }
 
-  // apply() multiplies weights by the scales of their values, puts them into units, and adapts rescale.
-  DEVICE void apply(float (&x)[BLOCK_N / 2], const float* of_values, float (&rescale)[2]) {
-    if constexpr (TOKEN_SCALES) {
-      float top[2] = {0, 0}, inverse[2];
+  // find_bits() finds those of weights in a tile of scores x; `top` is the largest scale of its keys in use.
+  DEVICE void find_bits(float (&bits)[BIT_ROWS], const float (&x)[BLOCK_N / 2], const float* of_values, float top) {
+    if constexpr (!TOKEN_SCALES) {
+      bits[0] = WEIGHT_BITS;
+    } else if constexpr (BIT_ROWS == 1) {
+      bits[0] = WEIGHT_BITS - ptx::lg2(top);
+    } else {
+      float tops[2] = {0, 0};
 #pragma unroll
       for (int e = 0; e < BLOCK_N / 2; e += 4) {
         const float2 scale = *reinterpret_cast<const float2*>(of_values + fragment_column() + column_offset(e));
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-          // The scale of a key without weight may be anything.
-          x[e + i] = x[e + i] == 0 ? 0 : x[e + i] * (i % 2 == 0 ? scale.x : scale.y);
-          top[i / 2] = larger(top[i / 2], fabsf(x[e + i]));
+          const float own = x[e + i] == -infinity() ? 0 : fabsf(i % 2 == 0 ? scale.x : scale.y);
+          tops[i / 2] = larger(tops[i / 2], own);
         }
       }
 #pragma unroll
-      for (int r = 0; r < 2; r++) {
-        const float earlier = rescale[r] * unit[r % (TOKEN_SCALES + 1)];
-        const float own = larger(larger(max_of_row<4>(top[r]) / WEIGHT_FACTOR, earlier), LEAST);
-        unit[r % (TOKEN_SCALES + 1)] = own;
-        inverse[r] = quotient(1, own);
-        rescale[r] = earlier * inverse[r];
-      }
-      rescale_rows(x, inverse);
+      for (int r = 0; r < 2; r++)
+        bits[r % BIT_ROWS] = WEIGHT_BITS - ptx::lg2(follow(max_of_row<4>(tops[r]), most[r % BIT_ROWS]));
     }
   }
 
-  // take() multiplies the factors of a row's results by its unit; a row that saw nothing has the factor 0.
-  DEVICE void take(float (&factor)[2]) const {
+  // follow() is the largest scale that counts for a tile, behind tiles whose largest was `most`.
+  static DEVICE float follow(float top, float& most) {
+    const float own = larger(top, most * LEAST_BEHIND);
+    most = larger(most, own);
+    return larger(own, LEAST);
+  }
+
+  // apply() multiplies weights by the scales of their values; where keys are hidden (`masked`), theirs may be anything.
+  DEVICE void apply(float (&x)[BLOCK_N / 2], const float* of_values, bool masked) const {
+    if constexpr (TOKEN_SCALES) {
+      if (masked) {
+        multiply<true>(x, of_values);
+      } else {
+        multiply<false>(x, of_values);
+      }
+    }
+  }
+
+  // take() multiplies the factors of a row's results by what a code 1 stands for; a row that saw nothing has the
+  // factor 0.
+  DEVICE void take(float (&factor)[2], const float (&bits)[BIT_ROWS]) const {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      factor[r] = factor[r] == 0 ? 0 : factor[r] * (unit[r % (TOKEN_SCALES + 1)] / WEIGHT_FACTOR);
+      const float unit = TOKEN_SCALES ? ptx::ex2(-bits[r % BIT_ROWS]) : of_all / WEIGHT_FACTOR;
+      factor[r] = factor[r] == 0 ? 0 : factor[r] * unit;
+    }
+  }
+
+ private:
+  template <bool MASKED>
+  static DEVICE void multiply(float (&x)[BLOCK_N / 2], const float* of_values) {
+#pragma unroll
+    for (int e = 0; e < BLOCK_N / 2; e += 4) {
+      const float2 scale = *reinterpret_cast<const float2*>(of_values + fragment_column() + column_offset(e));
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const float own = i % 2 == 0 ? scale.x : scale.y;
+        x[e + i] = MASKED && x[e + i] == 0 ? 0 : x[e + i] * own;
+      }
     }
   }
 };

@@ -72,10 +72,12 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings
     const int first_row = work.first_of_rows() + warpgroup * ROWS_OF_WARPGROUP;
     const int row = first_row + warp_row() + fragment_row();
     const OwnRows own(rows, s, work.head, row);
-    const ScoreScales scales(p, s, work.head, row);
+    const ScoreScales scales(p, s, work.head, row, shared.row_scales[TOKEN_SCALES ? threadIdx.x : 0]);
     const UnitFragment scores(p, s, work.head, rows, own, scales.scale);
-    WeightUnits units(p, s, work.head);
-    CodeSoftmax softmax(scores.units.unit);
+    WeightScales weight_scales(p, s, work.head);
+    float units[FOLDS_ROWS ? 2 : 1];
+    scales.units(units, scores.units.unit);
+    CodeSoftmax softmax(units);
     float out[HEAD_DIM_V / 2], sum[SLICE / 2], rescale[2] = {0, 0};
     u32 weights[BLOCK_N / 8];  // P (64, BLOCK_N) as codes
 #pragma unroll
@@ -179,9 +181,11 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings
       scores.apply(x, bits, row, first_key, masked,
                    [&](float (&x)[BLOCK_N / 2], bool masked) { scores.add_bias(x, row, first_key, masked); });
       clear_nan(x, first);
-      softmax.step(x, next_rescale);
+      float bits_of_weights[BIT_ROWS];
+      weight_scales.find_bits(bits_of_weights, x, of_tile.of_values, of_tile.top());
+      softmax.step(x, next_rescale, bits_of_weights);
       scores.drop(x, random, row, first_key);
-      units.apply(x, of_tile.of_values, next_rescale);
+      weight_scales.apply(x, of_tile.of_values, masked);
       if constexpr (TOKEN_SCALES) {
         __syncwarp();
         rings.scales.release();
@@ -230,7 +234,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings
       order.arrive();
     }
     rescale_kept(p, inverse);
-    units.take(inverse);
+    weight_scales.take(inverse, softmax.bits);
     if constexpr (SPLITS_KEYS) {
       write_split(p, work, own, row, out, inverse, lse);
     } else {

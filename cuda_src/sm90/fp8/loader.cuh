@@ -5,9 +5,13 @@
 constexpr int PREPARING_WARPS = 2, FIRST_PREPARING_WARP = WARPGROUP / WARP - PREPARING_WARPS;
 constexpr int CONSUMER_WARPS = CONSUMERS * WARPGROUP / WARP;
 
-// SharedScales are the scales of a tile's keys and of its values.
+// SharedScales are the scales of a tile's keys and of its values, and for each preparing warp the largest magnitude of
+// a value's scale among its keys in use.
 struct SharedScales {
   alignas(16) float of_keys[TOKEN_SCALES ? BLOCK_N : 4], of_values[TOKEN_SCALES ? BLOCK_N : 4];
+  alignas(8) float tops[PREPARING_WARPS];
+
+  DEVICE float top() const { return larger(tops[0], tops[1]); }
 };
 
 struct SharedStorage {
@@ -17,7 +21,8 @@ struct SharedStorage {
   alignas(1024) unsigned char columns[STAGES * COLUMN_CODES_BYTES];  // (STAGES, HEAD_DIM_V, 128)
   TileMessage work[WORK_STAGES];
   SharedScales scales[STAGES];
-  int has_nan[STAGES][PREPARING_WARPS];  // with HIDES_ANYWHERE: some value is NaN
+  float2 row_scales[TOKEN_SCALES ? CONSUMERS * WARPGROUP : 1];  // of the two queries of each computing thread
+  int has_nan[STAGES][PREPARING_WARPS];                         // with HIDES_ANYWHERE: some value is NaN
   SeenKeys seen;
   RingBarriers<WORK_STAGES> work_barriers;
   RingBarriers<QUERY_STAGES> q_barriers;

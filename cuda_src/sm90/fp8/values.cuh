@@ -4,59 +4,133 @@
 // writes each 16 keys of a column as a row (FlashAttention-3, Shah et al. 2024, section 3.3).
 #include "loader.cuh"
 
-// transpose_sixteens() transposes 32 keys x 16 columns; keys outside [begin, end), counted in the tile, become 0. It
-// returns bits that are not 0 where one of the lane's codes is NaN.
-template <bool AT_EDGE>
-DEVICE u32 transpose_sixteens(u32 from, u32 to, int keys, int columns, int begin, int end) {
-  const int lane_key = keys + lane(), chunk = columns / 16 % 8;
-  u32 d[4];
-  ptx::ldmatrix_x4_trans(
-      d, from + columns / CODE_PANEL * BLOCK_N * ROW_BYTES + lane_key * ROW_BYTES + ((chunk ^ lane_key % 8) * 16));
-  u32 nan = 0;
+// A tile is transposed by 32 keys x 16 columns at a time. A warp has every second 32 keys or, where a tile has but 32,
+// every second 16 columns.
+constexpr int KEYS_AT_ONCE = 32, COLUMNS_AT_ONCE = 16;
+constexpr bool SHARES_COLUMNS = BLOCK_N == KEYS_AT_ONCE;
+constexpr int KEY_SHARES = SHARES_COLUMNS ? 1 : BLOCK_N / KEYS_AT_ONCE / PREPARING_WARPS;
+constexpr int SHARES = KEY_SHARES * (HEAD_DIM_V / COLUMNS_AT_ONCE) / (SHARES_COLUMNS ? PREPARING_WARPS : 1);
+// So many reads of shared memory are under way together, if there are registers for them.
+constexpr int SHARES_AT_ONCE = SHARES % 4 == 0 && PRODUCER_REGISTERS >= 56 ? 4 : 1;
+static_assert(SHARES % SHARES_AT_ONCE == 0 && (SHARES_COLUMNS || KEY_SHARES > 0), "warps have equal shares");
+
+// Transposer is a lane's part in the transposition of tiles. Addresses differ between its shares by constants and, in
+// the swizzle, by an exclusive or.
+struct Transposer {
+  int first_key;       // of the warp's first share
+  u32 source, target;  // offsets in a tile of values and in the transposed one: those of the first share
+  u32 first, second;   // byte permutations; lanes of the upper columns store odd ones first, so that the eight rows
+                       // of a matrix lie in different banks
+
+  DEVICE explicit Transposer(int warp) {
+    first_key = SHARES_COLUMNS ? 0 : warp * KEYS_AT_ONCE;
+    const int column = SHARES_COLUMNS ? warp * COLUMNS_AT_ONCE : 0;
+    const int key = first_key + lane();
+    source = key * ROW_BYTES + ((column / 16 ^ key % 8) * 16);
+    const u32 even = 0x6420, odd = 0x7531;
+    first = lane() < 16 ? even : odd;
+    second = lane() < 16 ? odd : even;
+    const int row = lane() % 8, matrix = lane() / 8;
+    target = column_address(column + 2 * row + ((row / 4 ^ matrix) & 1), first_key / 16 + matrix / 2);
+  }
+
+  // run() transposes the warp's share of a tile; keys outside [begin, end), counted in the tile, become 0. It returns
+  // bits that are not 0 where one of the lane's codes is NaN.
+  template <bool AT_EDGE>
+  DEVICE u32 run(u32 values, u32 columns, int begin, int end) const {
+    // Tiles begin at multiples of 1024 bytes, so that the exclusive or leaves their addresses.
+    u32 from = values + source, to = columns + target, nan = 0;
+    constexpr int AT_ONCE = AT_EDGE ? 1 : SHARES_AT_ONCE;
+#pragma unroll(AT_EDGE ? 1 : SHARES)
+    for (int share = 0; share < SHARES; share += AT_ONCE) {
+      ptx::forget(from);  // or all addresses would be kept in registers, of which there are too few
+      ptx::forget(to);
+      u32 d[AT_ONCE][4];
 #pragma unroll
-  for (int i = 0; i < 4; i++) {
-    if constexpr (AT_EDGE) {
-      const int key = keys + 8 * i + lane() % 4 * 2;
+      for (int i = 0; i < AT_ONCE; i++) ptx::ldmatrix_x4_trans(d[i], source_of(from, share + i));
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; i++) {
+        if constexpr (AT_EDGE) hide(d[i], first_key + keys_of(share + i), begin, end);
+        if constexpr (HIDES_ANYWHERE) {
+#pragma unroll
+          for (const u32 pair : d[i]) nan |= ((pair & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u;
+        }
+        ptx::stmatrix_x4(target_of(to, share + i), __byte_perm(d[i][0], d[i][1], first),
+                         __byte_perm(d[i][0], d[i][1], second), __byte_perm(d[i][2], d[i][3], first),
+                         __byte_perm(d[i][2], d[i][3], second));
+      }
+    }
+    return nan;
+  }
+
+ private:
+  // The keys and columns of a share, counted from those of the warp's first one.
+  static DEVICE constexpr int keys_of(int share) { return share % KEY_SHARES * PREPARING_WARPS * KEYS_AT_ONCE; }
+  static DEVICE constexpr int columns_of(int share) {
+    return share / KEY_SHARES * COLUMNS_AT_ONCE * (SHARES_COLUMNS ? PREPARING_WARPS : 1);
+  }
+  static DEVICE u32 source_of(u32 from, int share) {
+    const int columns = columns_of(share);
+    return (from ^ columns % CODE_PANEL) + columns / CODE_PANEL * BLOCK_N * ROW_BYTES + keys_of(share) * ROW_BYTES;
+  }
+  static DEVICE u32 target_of(u32 to, int share) { return (to ^ keys_of(share)) + columns_of(share) * ROW_BYTES; }
+
+  // hide() makes codes of 32 keys from `first` on 0 outside [begin, end).
+  static DEVICE void hide(u32 (&d)[4], int first, int begin, int end) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int key = first + 8 * i + lane() % 4 * 2;
       if (key < begin || key >= end) d[i] &= 0xffff0000u;
       if (key + 1 < begin || key + 1 >= end) d[i] &= 0xffffu;
     }
-    if constexpr (HIDES_ANYWHERE) nan |= ((d[i] & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u;
   }
-  // Lanes of the upper columns store odd ones first, so that the eight rows of a matrix lie in different banks.
-  const u32 even = 0x6420, odd = 0x7531, first = lane() < 16 ? even : odd, second = lane() < 16 ? odd : even;
-  const int row = lane() % 8, matrix = lane() / 8;
-  const int column = columns + 2 * row + ((row / 4 ^ matrix) & 1);
-  ptx::stmatrix_x4(to + column_address(column, keys / 16 + matrix / 2), __byte_perm(d[0], d[1], first),
-                   __byte_perm(d[0], d[1], second), __byte_perm(d[2], d[3], first), __byte_perm(d[2], d[3], second));
-  return nan;
-}
+};
 
-// transpose_values() is a warp's share of the transposition of a tile.
-template <bool AT_EDGE>
-DEVICE u32 transpose_values(u32 from, u32 to, int warp, int begin, int end) {
-  constexpr int GROUPS = BLOCK_N / 32;
-  u32 nan = 0;
-#pragma unroll 2
-  for (int i = warp; i < GROUPS * (HEAD_DIM_V / 16); i += PREPARING_WARPS) {
-    nan |= transpose_sixteens<AT_EDGE>(from, to, i % GROUPS * 32, i / GROUPS * 16, begin, end);
-  }
-  return nan;
-}
+// TokenScales are a lane's scales of single keys and values on their way from memory: those of a tile are asked for
+// while the tile before is transposed.
+struct TokenScales {
+  static constexpr int LANES = PREPARING_WARPS * WARP, KEYS = TOKEN_SCALES ? (BLOCK_N + LANES - 1) / LANES : 1;
+  float of_keys[KEYS], of_values[KEYS];
+  float most = WeightScales::LEAST;  // the largest scale of a value in the tiles so far of these queries
 
-// load_scales() brings the scales of a tile's keys and values; those of keys that are not in use are never read.
-DEVICE void load_scales(const AttentionParams& p, const Sequence& s, int head, SharedScales& scales, int first_key,
-                        int begin, int end) {
-  const i64 batch = batch_of(p, s);
-#pragma unroll 1
-  for (int i = threadIdx.x % (PREPARING_WARPS * WARP); i < BLOCK_N; i += PREPARING_WARPS * WARP) {
-    const bool used = i >= begin && i < end;
-    scales.of_keys[i] = used ? scale_at(p.k_scale, batch, s.row_k + first_key + i, head) : 1;
-    scales.of_values[i] = used ? scale_at(p.v_scale, batch, s.row_k + first_key + i, head) : 1;
+  // load() asks for the scales of a tile's keys in [begin, end), counted in the tile; others are 1.
+  DEVICE void load(const AttentionParams& p, const Sequence& s, int head, int first_key, int begin, int end) {
+    const i64 batch = batch_of(p, s);
+#pragma unroll
+    for (int n = 0; n < KEYS; n++) {
+      const int i = number(n);
+      const bool is_used = i >= begin && i < end && i < BLOCK_N;
+      of_keys[n] = is_used ? scale_at(p.k_scale, batch, s.row_k + first_key + i, head) : 1;
+      of_values[n] = is_used ? scale_at(p.v_scale, batch, s.row_k + first_key + i, head) : 0;
+    }
   }
-}
+
+  // store() writes the scales to shared memory. One that is infinite becomes NaN, and does not count for the largest.
+  DEVICE void store(SharedScales& scales, int warp) {
+    u32 top = 0;
+#pragma unroll
+    for (int n = 0; n < KEYS; n++) {
+      const int i = number(n);
+      const float magnitude = fabsf(of_values[n]);
+      const bool is_finite = magnitude < infinity();
+      if (is_finite) top = __float_as_uint(magnitude) > top ? __float_as_uint(magnitude) : top;
+      if (BLOCK_N % LANES == 0 || i < BLOCK_N) {
+        scales.of_keys[i] = of_keys[n];
+        scales.of_values[i] = is_finite ? of_values[n] : of_values[n] - of_values[n];  // NaN
+      }
+    }
+    top = __reduce_max_sync(ALL_LANES, static_cast<int>(top));  // numbers from 0 on are in the order of their bits
+    const float own = WeightScales::follow(__uint_as_float(top), most);
+    if (lane() == 0) scales.tops[warp] = own;
+  }
+
+ private:
+  static DEVICE int number(int n) { return n * LANES + threadIdx.x % LANES; }
+};
 
 // prepare_values() is one of the preparing warps: it prepares every tile of keys that is loaded.
 DEVICE void prepare_values(const AttentionParams& p, SharedStorage& shared, Rings rings, int warp) {
+  TokenScales scales;
   while (true) {
     rings.work.wait();
     const TileMessage& work = shared.work[rings.work.stage];
@@ -64,19 +138,29 @@ DEVICE void prepare_values(const AttentionParams& p, SharedStorage& shared, Ring
     const Sequence& s = work.sequence;
     const KeyTiles tiles(p, work);
     const int first_seen = Mask(p, s, work.head).columns(0).begin, head = work.head / group_size(p);
+    const auto load_scales = [&](int number) {
+      const int first_key = tiles.block(number) * BLOCK_N;
+      if (TOKEN_SCALES) scales.load(p, s, head, first_key, first_seen - first_key, s.len_k - first_key);
+    };
+    scales.most = WeightScales::LEAST;
+    if (work.keys.begin < work.keys.end) load_scales(work.keys.end - 1);
 #pragma unroll 1
     for (int number = work.keys.end - 1; number >= work.keys.begin; number--) {
       const int first_key = tiles.block(number) * BLOCK_N, begin = first_seen - first_key, end = s.len_k - first_key;
       if constexpr (TOKEN_SCALES) {
         rings.scales.acquire();
-        load_scales(p, s, head, shared.scales[rings.scales.stage], first_key, begin, end);
+        scales.store(shared.scales[rings.scales.stage], warp);
         rings.scales.publish_written();
+        if (number > work.keys.begin) load_scales(number - 1);
       }
+      u32 own_warp = warp;
+      ptx::forget(own_warp);  // so that no register holds what follows from it beyond this tile
+      const Transposer transposer(own_warp);
       rings.v.wait();
       rings.columns.acquire();
       const u32 nan = begin <= 0 && end >= BLOCK_N
-                          ? transpose_values<false>(rings.v.buffer(), rings.columns.buffer(), warp, begin, end)
-                          : transpose_values<true>(rings.v.buffer(), rings.columns.buffer(), warp, begin, end);
+                          ? transposer.run<false>(rings.v.buffer(), rings.columns.buffer(), begin, end)
+                          : transposer.run<true>(rings.v.buffer(), rings.columns.buffer(), begin, end);
       if constexpr (HIDES_ANYWHERE) {
         const bool any = __any_sync(ALL_LANES, nan != 0);
         if (lane() == 0) shared.has_nan[rings.columns.stage][warp] = any;
