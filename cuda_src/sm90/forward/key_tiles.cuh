@@ -32,7 +32,7 @@ struct ConsumerKeyIterator {
       const int entry = entries[keys.stage][row_group];
       block = entry >> 3;
       next = entry >> 2 & 1;
-      hidden = entry & 2;
+      hidden = TEAMS > 1 && (entry & 2) != 0;  // with one team its loading thread says so of no tile
       masked = entry & 1;
     } else {
       block = KEYS_IN_REVERSE ? next-- : next++;
