@@ -11,7 +11,7 @@ struct SeenKeys {
   u8 flags[HIDES_ANYWHERE ? 2 : 1][HIDES_ANYWHERE ? BLOCK_N : 1];
 };
 
-// The last SECOND_TEAM_WARPGROUPS warpgroups, where there are two teams (forward/loader.cuh), compute tiles of their
+// The last SECOND_TEAM_WARPGROUPS warpgroups, where there are two teams (forward/work.cuh), compute tiles of their
 // own.
 constexpr int SECOND_TEAM_WARPGROUPS = TEAMS == 1 ? 0 : CONSUMERS - BLOCK_M / ROWS_OF_WARPGROUP;
 constexpr int FIRST_THREAD_OF_SECOND_TEAM = (CONSUMERS - SECOND_TEAM_WARPGROUPS) * WARPGROUP;

@@ -141,6 +141,11 @@ struct ProductOrder {
   DEVICE void arrive() const {
     if constexpr (PING_PONG) ptx::barrier_arrive(next, 2 * WARPGROUP);
   }
+  // pass() uses up a place without a product.
+  DEVICE void pass() const {
+    wait();
+    arrive();
+  }
   // drain() takes the place in the order that is left over at the end.
   DEVICE void drain() const {
     if (PING_PONG && own == FIRST_BARRIER) ptx::barrier_sync(FIRST_BARRIER, 2 * WARPGROUP);

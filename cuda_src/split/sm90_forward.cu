@@ -2,70 +2,11 @@
 // each row (split/layout.cuh), with which products have float32's error, or with one part TF32's. The loop is that of
 // sm90/forward/forward.cu (FlashAttention-3, Shah et al. 2024). split/rows.cu prepares the operands.
 #include "../fragment/score_fragment.cuh"
-#include "../fragment/softmax_fragment.cuh"
 #include "../sm90/hidden_values.cuh"
 #include "factors.cuh"
 #include "layout.cuh"
 #include "sm90_products.cuh"
-
-// SplitSoftmax is the online softmax of scores and weights that stand with the factors of split rows.
-struct SplitSoftmax {
-  float to_base_2[2];  // factors that bring a score to base 2
-  float maximum[2], sum[2];
-  float unit[2];  // a power of two for row r of out: weights times the factors of their values are at most 2 units
-
-  DEVICE SplitSoftmax(float scale, const ScoreFactors& factors) {
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      // The factor is not 0, because its product with -inf must not be NaN.
-      to_base_2[r] = larger(factors.to_natural(scale, r) * LOG2_E, SMALLEST_NORMAL);
-      maximum[r] = -infinity();
-      sum[r] = 0;
-      unit[r] = LOWEST_UNIT;
-    }
-  }
-
-  // step() does what OnlineSoftmax::step does.
-  DEVICE void step(float (&x)[BLOCK_N / 2], float (&rescale)[2]) {
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      float m = maximum[r];
-#pragma unroll
-      for (int e = 2 * r; e < BLOCK_N / 2; e += 4) m = larger(m, larger(x[e], x[e + 1]));
-      m = max_of_row<4>(m);
-      const float reference = m == -infinity() ? 0 : m;
-      rescale[r] = ptx::ex2((maximum[r] - reference) * to_base_2[r]);
-      maximum[r] = m;
-      float row_sum = 0;
-#pragma unroll
-      for (int e = 2 * r; e < BLOCK_N / 2; e += 4) {
-#pragma unroll
-        for (int side = 0; side < 2; side++) {
-          float& w = x[e + side];
-          w = ptx::ex2((w - reference) * to_base_2[r]);
-          row_sum += w;
-        }
-      }
-      sum[r] = sum[r] * rescale[r] + row_sum;
-    }
-  }
-
-  // scale_to_units() multiplies weights by the factors of their values, and puts them into units (normalize_rows()),
-  // whose ratio goes into rescale.
-  DEVICE void scale_to_units(float (&x)[BLOCK_N / 2], const float* value_factors, float (&rescale)[2]) {
-    multiply_columns(x, value_factors, TOP);
-    normalize_rows(x, unit, rescale);
-  }
-
-  // finish() ends the rows: out[row r] * inverse[r] * unit[r] is the result.
-  DEVICE void finish(float scale, const ScoreFactors& factors, float sink, float (&inverse)[2], float (&lse)[2]) const {
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      finish_row(maximum[r] * factors.to_natural(scale, r), sum[r], sink, inverse[r], lse[r]);
-      inverse[r] *= 1 / (TOP * TOP);  // both weights and values stand TOP too high
-    }
-  }
-};
+#include "softmax.cuh"
 
 constexpr u32 ALL_Q_BYTES = KEY_PARTS * Q_BYTES, ALL_K_BYTES = KEY_PARTS * K_BYTES, ALL_V_BYTES = PARTS * V_BYTES;
 // OVERLAPS_VALUES: the product with the values runs together with that of the next scores, where registers hold the
@@ -158,6 +99,151 @@ DEVICE void load_tiles(const AttentionParams& p, const SplitOperands& operands, 
   rings.work.publish();
 }
 
+// TileFragments are the arrays that a thread holds of the 64 rows that its warpgroup computes of a tile of queries.
+// They share no struct with single numbers, which the compiler would keep in memory with them until all loops are
+// unrolled.
+struct TileFragments {
+  float out[HEAD_DIM_V / 2];       // O (64, HEAD_DIM_V)
+  float panel[PANEL / 2];          // a product with one panel of the values (64, 64)
+  float rescale[2];                // numbers of the thread's two rows
+  SplitFragment<BLOCK_N> weights;  // P (64, BLOCK_N)
+
+  DEVICE TileFragments() {
+#pragma unroll
+    for (float& x : out) x = 0;
+  }
+};
+
+// Consumer is a warpgroup with its tile of queries, and has a function for each step of the loop over tiles of keys.
+struct Consumer {
+  const AttentionParams& p;
+  SharedStorage& shared;
+  Rings& rings;
+  const ProductOrder& order;
+  HiddenValues& hidden;
+  const Work& work;
+  const ScoreFragment& held_scores;
+  const ScoreFactors& factors_of_rows;
+  SplitSoftmax& softmax;
+  TileFragments& held;
+  const int tile_row, first_row, row;  // of the tile, of the warpgroup, of the thread
+  const u32 queries;                   // where the warpgroup's rows are in Q
+  Blocks blocks;
+
+  DEVICE ScoreFragment scores() const {
+    return HOLDS_SCORES ? held_scores : ScoreFragment(p, work.sequence, work.head);
+  }
+
+  // needs_mask() tells whether the current tile of keys is masked. All warpgroups have to agree where they look for
+  // hidden keys together.
+  DEVICE bool needs_mask() const {
+    return HIDES_ANYWHERE ? scores().needs_mask(blocks, tile_row, BLOCK_M)
+                          : scores().needs_mask(blocks, first_row, ROWS_OF_WARPGROUP);
+  }
+
+  // step() is the main loop's body: it computes the scores of a tile of keys and turns them into weights, while
+  // the weights of the tile before are multiplied with their values. The FIRST tile has none before it.
+  template <bool FIRST>
+  DEVICE void step(bool masked) {
+    float x[BLOCK_N / 2], next_rescale[2];  // S, then P: the thread's fragment of (64, BLOCK_N)
+    ExtraSum<BLOCK_N> extra;
+    const int first_key = blocks.block * BLOCK_N;
+    blocks.advance();
+    // 1. Wait for the keys, and for this warpgroup's place in the order.
+    rings.k.wait();
+    order.wait();
+    // 2. Start S = Q K^T of this tile; it ends here where registers do not hold the sums of both products.
+    start_scores<HEAD_DIM, BLOCK_M>(x, extra, queries, rings.k.buffer());
+    if constexpr (!FIRST && !OVERLAPS_VALUES) {
+      ptx::wgmma_wait_group<0>();
+      finish_scores(x, extra);
+    }
+    // 3. Start O += P V of the tile before, and pass the order on.
+    if constexpr (!FIRST) start_values();
+    order.arrive();
+    // 4. Wait for S, and release the keys.
+    if constexpr (FIRST || OVERLAPS_VALUES) {
+      ptx::wgmma_wait_group<FIRST ? 0 : 1>();
+      finish_scores(x, extra);
+    }
+    rings.k.release();
+    if (blocks.done()) rings.q.release();
+    // 5. Products become scores, -inf where hidden, and scores weights P.
+    find_weights(x, first_key, masked, next_rescale);
+    // 6. Wait for O += P V of the tile before, and split P into parts.
+    if constexpr (!FIRST) add_values();
+    held.weights.set(x);
+    held.rescale[0] = next_rescale[0];
+    held.rescale[1] = next_rescale[1];
+    // 7. Values of hidden keys become 0.
+    if (masked) hidden.clear(rings.v, first_key);
+  }
+
+  // finish() multiplies the last weights with their values.
+  DEVICE void finish() {
+    rings.v.wait();
+    order.wait();
+    multiply(held.panel, held.weights, rings.v.buffer(), HEAD_DIM_V, 0);
+    order.arrive();
+    add_values();
+  }
+
+ private:
+  // start_values() starts the product of the last weights and the first panel of their values.
+  DEVICE void start_values() {
+    rings.v.wait();
+    multiply(held.panel, held.weights, rings.v.buffer(), HEAD_DIM_V, 0);
+  }
+
+  // add_values() adds that product to O, computes and adds the other panels, and releases the values.
+  DEVICE void add_values() {
+    ptx::wgmma_wait_group<0>();
+    keep(held.panel);
+    add_panel(held.out, held.panel, held.rescale, 0);
+#pragma unroll
+    for (int panel = 1; panel < PANELS_V; panel++) {
+      multiply(held.panel, held.weights, rings.v.buffer(), HEAD_DIM_V, panel);
+      ptx::wgmma_wait_group<0>();
+      keep(held.panel);
+      add_panel(held.out, held.panel, held.rescale, panel);
+    }
+    rings.v.release();
+  }
+
+  // find_weights() leads from products to the weights of their values.
+  DEVICE void find_weights(float (&x)[BLOCK_N / 2], int first_key, bool masked, float (&factor)[2]) {
+    rings.factors.wait();
+    const Factors& factors = shared.factors[rings.factors.stage];
+    factors_of_rows.apply(x, factors.keys, !PLAIN_SCORES);
+    FragmentOptions options;
+    scores().fetch(options, row, first_key);
+    scores().apply(x, p, row, first_key, masked, true, options);
+    if (masked) hidden.find(x);
+    softmax.step(x, factor);
+    ScoreFragment(p, work.sequence, work.head).drop(x, row, first_key);  // read again, because registers are scarce
+    softmax.scale_to_units(x, factors.values, factor);
+    __syncwarp();
+    rings.factors.release();
+  }
+};
+
+// write_tile() is the epilogue: it normalises O and writes it with lse.
+DEVICE void write_tile(const Consumer& tile, i64 batch, float scale, const ScoreFactors& factors_of_rows) {
+  const AttentionParams& p = tile.p;
+  const Sequence& s = tile.work.sequence;
+  const int head = tile.work.head;
+  float inverse[2], lse[2];
+  tile.softmax.finish(scale, factors_of_rows, p.sink == nullptr ? -infinity() : p.sink[head], inverse, lse);
+  rescale_kept(p, inverse);
+  if (lane() % 4 < 2) {
+    const int i = tile.row + 8 * (lane() % 4);
+    const float own = lane() % 4 == 0 ? lse[0] : lse[1];
+    if (i < s.rows_q) *p.lse.at(batch, s.row_q + i, head) = i < s.len_q ? own : -infinity();
+  }
+  write_wide_fragment(p.out.at(batch, s.row_q, head), p.out.row_stride, tile.row, s.len_q, s.rows_q, p.head_dim_v,
+                      tile.held.out, inverse, tile.softmax.unit);
+}
+
 // consume() is a consumer warpgroup: it computes 64 rows of every tile.
 DEVICE void consume(const AttentionParams& p, const SplitOperands& operands, u8* space, SharedStorage& shared,
                     Rings rings, int warpgroup) {
@@ -171,9 +257,8 @@ DEVICE void consume(const AttentionParams& p, const SplitOperands& operands, u8*
     const Sequence& s = work.sequence;
     const int tile_row = work.tile * BLOCK_M, first_row = tile_row + warpgroup * ROWS_OF_WARPGROUP;
     const int row = first_row + warp_row() + fragment_row();
-    const ScoreFragment held_scores(p, s, work.head);
-    const auto scores = [&] { return HOLDS_SCORES ? held_scores : ScoreFragment(p, s, work.head); };
-    hidden.begin(p, s, held_scores.mask);
+    const ScoreFragment scores(p, s, work.head);
+    hidden.begin(p, s, scores.mask);
     const i64 batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
     const auto row_factor = [&](int r) {
       const int inside = smaller(row + 8 * r, s.rows_q - 1);
@@ -181,125 +266,22 @@ DEVICE void consume(const AttentionParams& p, const SplitOperands& operands, u8*
     };
     const ScoreFactors factors_of_rows(row_factor(0), row_factor(1));
     SplitSoftmax softmax(scale, factors_of_rows);
-    // The thread's fragment of O (64, HEAD_DIM_V), of one panel's product, and numbers of its two rows.
-    float out[HEAD_DIM_V / 2], tile[PANEL / 2], rescale[2], inverse[2], lse[2];
-    SplitFragment<BLOCK_N> weights;
-#pragma unroll
-    for (int e = 0; e < HEAD_DIM_V / 2; e++) out[e] = 0;
+    TileFragments held;
+    const u32 queries = rings.q.buffer() + warpgroup * ROWS_OF_WARPGROUP * ROW_BYTES;
+    Consumer tile = {p,      shared,          rings,
+                     order,  hidden,          work,
+                     scores, factors_of_rows, softmax,
+                     held,   tile_row,        first_row,
+                     row,    queries,         blocks_of_keys(p, s, work.head, work.tile, BLOCK_M, BLOCK_N)};
 
-    Blocks blocks = blocks_of_keys(p, s, work.head, work.tile, BLOCK_M, BLOCK_N);
-    if (!blocks.done()) {
-      const u32 queries = rings.q.buffer() + warpgroup * ROWS_OF_WARPGROUP * ROW_BYTES;
-      // All warpgroups have to agree on whether a tile is masked where they look for hidden keys together.
-      const auto needs_mask = [&] {
-        return HIDES_ANYWHERE ? scores().needs_mask(blocks, tile_row, BLOCK_M)
-                              : scores().needs_mask(blocks, first_row, ROWS_OF_WARPGROUP);
-      };
-      // to_weights() leads from products to the weights of their values.
-      const auto to_weights = [&](float (&x)[BLOCK_N / 2], int first_key, bool masked, float (&factor)[2]) {
-        rings.factors.wait();
-        const Factors& factors = shared.factors[rings.factors.stage];
-        factors_of_rows.apply(x, factors.keys, !PLAIN_SCORES);
-        FragmentOptions options;
-        scores().fetch(options, row, first_key);
-        scores().apply(x, p, row, first_key, masked, true, options);
-        if (masked) hidden.find(x);
-        softmax.step(x, factor);
-        ScoreFragment(p, s, work.head).drop(x, row, first_key);  // read again, because registers are scarce
-        softmax.scale_to_units(x, factors.values, factor);
-        __syncwarp();
-        rings.factors.release();
-      };
-      // add_product() adds the product of the last weights and their values, panel by panel; its first panel has been
-      // started.
-      const auto add_product = [&] {
-        ptx::wgmma_wait_group<0>();
-        keep(tile);
-        add_panel(out, tile, rescale, 0);
-#pragma unroll
-        for (int panel = 1; panel < PANELS_V; panel++) {
-          multiply(tile, weights, rings.v.buffer(), HEAD_DIM_V, panel);
-          ptx::wgmma_wait_group<0>();
-          keep(tile);
-          add_panel(out, tile, rescale, panel);
-        }
-        rings.v.release();
-      };
-      // step() is the main loop's body: it computes the next scores while the last weights are multiplied with their
-      // values.
-      const auto step = [&](bool masked) {
-        float x[BLOCK_N / 2], next_rescale[2];
-        ExtraSum<BLOCK_N> extra;
-        const int first_key = blocks.block * BLOCK_N;
-        blocks.advance();
-        rings.k.wait();
-        order.wait();
-        // 1. Start S = Q K^T.
-        start_scores<HEAD_DIM, BLOCK_M>(x, extra, queries, rings.k.buffer());
-        if constexpr (!OVERLAPS_VALUES) {
-          ptx::wgmma_wait_group<0>();
-          finish_scores(x, extra);
-        }
-        rings.v.wait();
-        // 2. Start O += P V of the tile before, and pass the order on.
-        multiply(tile, weights, rings.v.buffer(), HEAD_DIM_V, 0);
-        order.arrive();
-        // 3. Wait for S, and release the keys.
-        if constexpr (OVERLAPS_VALUES) {
-          ptx::wgmma_wait_group<1>();
-          finish_scores(x, extra);
-        }
-        rings.k.release();
-        if (blocks.done()) rings.q.release();
-        // 4. Scores become weights P.
-        to_weights(x, first_key, masked, next_rescale);
-        // 5. Wait for O += P V of the tile before, and split P into parts.
-        add_product();
-        weights.set(x);
-        rescale[0] = next_rescale[0];
-        rescale[1] = next_rescale[1];
-        if (masked) hidden.clear(rings.v, first_key);
-      };
-
+    if (!tile.blocks.done()) {
+      const bool masked = tile.needs_mask();
       rings.q.wait();
-      {
-        float x[BLOCK_N / 2];
-        ExtraSum<BLOCK_N> extra;
-        const int first_key = blocks.block * BLOCK_N;
-        const bool masked = needs_mask();
-        blocks.advance();
-        rings.k.wait();
-        order.wait();
-        start_scores<HEAD_DIM, BLOCK_M>(x, extra, queries, rings.k.buffer());
-        order.arrive();
-        ptx::wgmma_wait_group<0>();
-        finish_scores(x, extra);
-        rings.k.release();
-        if (blocks.done()) rings.q.release();
-        to_weights(x, first_key, masked, rescale);
-        weights.set(x);
-        if (masked) hidden.clear(rings.v, first_key);
-      }
-      // The other tiles of keys take step(); then the last weights meet their values.
-      while (!blocks.done()) step(needs_mask());
-      rings.v.wait();
-      order.wait();
-      multiply(tile, weights, rings.v.buffer(), HEAD_DIM_V, 0);
-      order.arrive();
-      add_product();
+      tile.step<true>(masked);
+      while (!tile.blocks.done()) tile.step<false>(tile.needs_mask());
+      tile.finish();
     }
-    const float sink = p.sink == nullptr ? -infinity() : p.sink[work.head];
-    const ScoreFactors natural(row_factor(0), row_factor(1));
-    softmax.finish(scale, natural, sink, inverse, lse);
-
-    rescale_kept(p, inverse);
-    if (lane() % 4 < 2) {
-      const int i = row + 8 * (lane() % 4);
-      const float own = lane() % 4 == 0 ? lse[0] : lse[1];
-      if (i < s.rows_q) *p.lse.at(batch, s.row_q + i, work.head) = i < s.len_q ? own : -infinity();
-    }
-    write_wide_fragment(p.out.at(batch, s.row_q, work.head), p.out.row_stride, row, s.len_q, s.rows_q, p.head_dim_v,
-                        out, inverse, softmax.unit);
+    write_tile(tile, batch, scale, ScoreFactors(row_factor(0), row_factor(1)));  // read again: registers are scarce
     __syncwarp();
     rings.work.release();
   }

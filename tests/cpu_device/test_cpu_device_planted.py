@@ -53,7 +53,7 @@ PLANTED: tuple[tuple[str, str, str, Callable[[KernelConfig], bool], str], ...] =
     ),
     ("sm90/backward/backward.cu", "DQ_COLUMNS < HEAD_DIM;", "true;", repeats_columns, OUT_OF_BOUNDS),
     (
-        "sm90/forward/forward.cu",
+        "sm90/forward/consumer.cuh",
         "if constexpr (HAS_BLOCK_MASK && !PING_PONG) __syncwarp();",
         "",
         has_blocks_without_order,

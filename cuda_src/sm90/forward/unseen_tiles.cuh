@@ -1,0 +1,27 @@
+// This header is for tiles of keys that a warpgroup of Hopper's forward kernel does not see while others of its tile of
+// queries do: it releases them, and takes its places in the order of the warpgroups all the same.
+#include "storage.cuh"
+
+// skip_key_tiles() releases tiles of keys that this warpgroup does not see. It still takes its place in the order, and
+// helps to clear hidden values.
+DEVICE void skip_key_tiles(Rings& rings, const ProductOrder& order, HiddenValues& hidden, int from, int to) {
+  for (int block = from; ConsumerKeyIterator::in_order(block, to); block += KEYS_IN_REVERSE ? -1 : 1) {
+    rings.k.wait();
+    rings.k.release();
+    order.pass();
+    hidden.clear(rings.v, block * BLOCK_N, false);
+    rings.v.wait();
+    rings.v.release();
+  }
+}
+
+// takes_extra_place() tells whether a warpgroup that sees no key of a tile uses up a place in the order without a
+// product before the tiles of keys of the others, or behind them. A warpgroup with keys takes one place more than it
+// has tiles of keys, for the last product with values, so a warpgroup without keys must do the same. Whoever takes this
+// extra place sooner must be sooner in the order, too; else it might hold up the order while it waits for others to
+// clear values. Rows above all keys take it before the tiles of the others, and rows that are not in use behind them;
+// where keys are visited from the last on (KEYS_IN_REVERSE) it is the other way round.
+DEVICE bool takes_extra_place(bool in_use, bool before_keys) {
+  const bool is_above = HAS_WINDOW && !HIDES_ANYWHERE && in_use;
+  return before_keys == (KEYS_IN_REVERSE ? !is_above : is_above);
+}
