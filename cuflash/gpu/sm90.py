@@ -230,9 +230,10 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays, adds: bool = False) -
     if splits.in_all > 1:
         configs = tuple(map(sm90_backward.with_query_splits, configs))
     of_results = [replace(config, wide_results=is_wide, adds_results=adds) for config in configs]
-    kernel = work.chosen_or_none(Gradients(config.entry, config, splits) for config in of_results)
-    if kernel is None:
+    chosen = work.chosen_pass([(Gradients(each.entry, each, splits),) for each in of_results], others_serve=True)
+    if not chosen:
         return None
+    (kernel,) = chosen
     config = kernel.config
     tiles = batch_heads(problem, problem.num_heads_q) * num_tiles(problem, problem.seqlen_q, config.block_m)
     rows = {name: work.empty((tiles, config.block_m), problem.accum_dtype) for name in ("row_lse", "row_delta")}

@@ -32,14 +32,15 @@ from cuflash.plan.config import (
     with_rules,
     without_window,
 )
-from cuflash.plan.record import HOPPER, IN_ORDER, SHORT, Record, candidates, narrowest
+from cuflash.plan.record import HOPPER, Record, candidates, narrowest
 from cuflash.plan.sm90_backward_tiles import (
     BIAS_BY_ELEMENTS,
+    IN_ORDER,
     MASK_BY_ELEMENTS,
     NARROW,
     NARROW_TABLE,
+    SHORT,
     SIGNED,
-    TAKEN,
     WIDE,
     WIDE_TABLE,
     Sm90BackwardTile,
@@ -201,15 +202,14 @@ def _chosen(
 ) -> tuple[set[str], tuple[Record[Sm90BackwardTile], ...]]:
     """Return what of a problem takes registers, and its records, where TMA can load the bias and a mask has vectors."""
     asked = _asked(problem, bias_tiles, mask_vectors)
-    dims = problem.head_dim, problem.head_dim_v
-    if not any(line.takes.all_of(asked) for line in narrowest(TAKEN, *dims)):
-        return asked, ()
 
     def fits(record: Record[Sm90BackwardTile]) -> bool:
         signed = WIDE in record.entries and asked >= SIGNED
         return not signed and _buffers(record, asked)["smem_bytes"] <= hardware.SMEM_BYTES
 
-    lines = [line for table in (NARROW_TABLE, WIDE_TABLE) for line in narrowest(table, *dims)]
+    lines = [
+        line for table in (NARROW_TABLE, WIDE_TABLE) for line in narrowest(table, problem.head_dim, problem.head_dim_v)
+    ]
     found = candidates(lines, asked, HOPPER, fits, _predicted)
     # No tile of the widest head dims leaves room for tiles of a bias.
     return (asked, found) if found or not bias_tiles else _chosen(problem, False, mask_vectors)

@@ -7,7 +7,7 @@ where a grid does not fill the GPU.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -67,11 +67,9 @@ def taken(lines: Sequence[Line], asked: Asked) -> tuple[Line, ...]:
     """Return the lines that take what is asked for, the fastest first, which is their order in the table."""
 
     def fits(line: Line) -> bool:
-        return asked.words.issuperset(line.where) and leaves_registers(line.tile, asked.words)
+        return leaves_registers(line.tile, asked.words)
 
-    # Addresses of float32 results take registers as options do.
-    options = without_window(asked.flags) | (asked.words & {tiles.WIDE_RESULTS})
-    return taken_of(lines, options, HOPPER, fits, lambda line: 0)
+    return taken_of(lines, without_window(asked.flags) | asked.words, HOPPER, fits, lambda line: 0)
 
 
 def asked_of(
@@ -100,7 +98,7 @@ def asked_of(
     return Asked(problem.dtype, problem.bias_dtype, flags, words_in(holds))
 
 
-def words_in(holds: dict[str, bool]) -> frozenset[str]:
+def words_in(holds: Mapping[Any, bool]) -> frozenset[str]:
     """Return the words of the table that hold."""
     return frozenset(word for word, held in holds.items() if held)
 
@@ -125,7 +123,7 @@ def candidates(problem: AttentionProblem, config: Sm90ForwardConfig) -> tuple[Sm
     A line that takes the options can take them whatever the problem is like besides: it is only not the fastest.
     """
     asked = _asked_again(problem, config)
-    lines = taken([replace(line, where=()) for line in lines_of(problem)], asked)
+    lines = taken([replace(line, needs=()) for line in lines_of(problem)], asked)
     exact: dict[str, Any] = {"follows_every_maximum": True, "early_powers": 0} if config.follows_every_maximum else {}
     same = {"pair": 1, "has_work_list": config.has_work_list, "splits_keys": config.splits_keys, **exact}
     smaller = [
@@ -164,7 +162,7 @@ def for_pages(problem: AttentionProblem, config: Sm90ForwardConfig) -> Sm90Forwa
     has_options = bool(without_window(flags)) or not config.plain_scores
     if config.has_block_mask or config.rules != NO_RULES or (has_options and has_many_rows):
         return config
-    smaller = [line for line in lines_of(problem) if tiles.COPIED_ROWS in line.where]
+    smaller = [line for line in lines_of(problem) if tiles.COPIED_ROWS in line.needs]
     if smaller and has_many_rows:
         holds = {tiles.PLAIN_SCORES: True, tiles.PAGES: True, tiles.HEADS: config.packs_heads}
         asked = Asked(problem.dtype, None, flags, words_in(holds))

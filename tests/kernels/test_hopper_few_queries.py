@@ -264,7 +264,7 @@ def test_many_rows_of_several_heads_leave_registers_to_options_and_pages(heads: 
     pages = Pages(512, 16, 512)
     for head_dims in sm90_tiles.HEAD_DIMS:
         lines = [line for line in sm90_tiles.FORWARD if (line.head_dim, line.head_dim_v) == head_dims]
-        of_pages = [x.tile for x in lines if x.where == (sm90_tiles.HEADS, sm90_tiles.PAGES) and x.takes == PLAIN]
+        of_pages = [x.tile for x in lines if x.needs == (sm90_tiles.HEADS, sm90_tiles.PAGES) and x.takes == PLAIN]
         of_anything = next(line.tile for line in lines if line.takes == ANYTHING)
         sizes = (1, 2, 8192, heads, 1, *head_dims, "bfloat16")
         plain = sm90_forward.config_for(AttentionProblem(*sizes, pages=pages))

@@ -153,7 +153,7 @@ def test_every_record_of_hoppers_forward_pass_is_the_first_of_a_listed_problem()
     for head_dims in sm90_tiles.HEAD_DIMS:
         lines = narrowest(sm90_tiles.FORWARD, *head_dims)
         general = lines[: [line.takes for line in lines].index(ANYTHING) + 1]
-        assert [line for line in general if line not in found and sm90_tiles.COPIED_ROWS not in line.where] == []
+        assert [line for line in general if line not in found and sm90_tiles.COPIED_ROWS not in line.needs] == []
         assert {line.takes for line in lines[len(general) :]} <= {ANYTHING}
 
 
@@ -170,7 +170,7 @@ def test_every_tile_of_hoppers_gradients_comes_first_for_a_listed_problem() -> N
         sm90_backward.backward.cache_clear()
         assert list(sm90_backward_listing.table())
     table = sm90_backward_tiles.NARROW_TABLE + sm90_backward_tiles.WIDE_TABLE
-    listed = [line for line in table if {*OF_RULES}.isdisjoint(line.takes.needs)]
+    listed = [line for line in table if {*OF_RULES}.isdisjoint(line.needs)]
     assert {(line.entries, line.head_dim, line.head_dim_v, line.tile) for line in listed} == found
 
 
