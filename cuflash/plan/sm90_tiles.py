@@ -34,6 +34,7 @@ class Sm90Tile:
     waits_after_powers: bool = False  # powers and draws come before the wait for the last product with values
 
 
+# These words say what a problem is like, besides its options.
 FEW_QUERIES = Word("few queries")  # one tile has the queries of a head
 MANY, VERY_MANY = Word("many keys"), Word("very many keys")
 WINDOW, NARROW_WINDOW = Word("window"), Word("narrow window")  # a narrow one hides less of a small tile
@@ -49,12 +50,11 @@ ENTRY = "forward_sm90"
 _SOFTCAP, _BIAS, _MASK, _DROPOUT = (one_of(f"has_{name}") for name in ("softcap", "bias", "mask", "dropout"))
 _SCORE = one_of("has_softcap", "has_alibi")
 _BLOCKS = replace(one_of("has_block_mask"), least=1)
+_BLOCKS_OF_TEAMS = replace(_BLOCKS, lacks=(PAGES,))  # one team loads pages
 _BITS = one_of("has_mask", "has_block_mask", *OF_RULES)
 _ANY_OF_ROWS = replace(ANYTHING, lacks=("has_block_mask", *OF_RULES))
 # Each option asks for registers for each of a thread's rows, which many rows of several heads do not leave.
 _OPTIONS = replace(ANYTHING, least=1)
-# Registers that slopes and bits of blocks would need load the pages.
-_NOT_BESIDE_PAGES = replace(one_of("has_alibi", "has_block_mask"), least=1)
 
 _128X128, _128X96, _128X64, _128X32 = (Sm90Tile(128, n) for n in (128, 96, 64, 32))
 _EXACT = replace(_128X128, exact=True)
@@ -74,12 +74,11 @@ FORWARD: tuple[Record[Sm90Tile], ...] = (
         Record(Sm90Tile(192, 128, exact=True), PLAIN, needs=(PLAIN_SCORES, MANY, WINDOW)),
         Record(Sm90Tile(192, 128), PLAIN, needs=(PLAIN_SCORES, MANY)),
         Record(_D64, PLAIN, needs=(PLAIN_SCORES,)),
-        Record(_128X64, _NOT_BESIDE_PAGES, needs=(PAGES,)),
         Record(Sm90Tile(192, 96), _SOFTCAP, needs=(BOUNDED,)),
         Record(Sm90Tile(192, 128), _SCORE),
         Record(_EXACT, _SCORE),
         Record(_128X128, _DROPOUT),
-        Record(replace(_TEAMS, alone=2), _BLOCKS),
+        Record(replace(_TEAMS, alone=2), _BLOCKS_OF_TEAMS),
         Record(_128X128, _BIAS, needs=(BIAS_TILES,)),
         Record(_128X128, _BITS),
         Record(_128X64),
@@ -91,12 +90,11 @@ FORWARD: tuple[Record[Sm90Tile], ...] = (
         Record(_128X32, _OPTIONS, needs=(HEADS, PAGES)),
         Record(_128X64, _OPTIONS, needs=(HEADS,)),
         Record(replace(_128X128, early_eighths=2), PLAIN, needs=(PLAIN_SCORES,)),
-        Record(_128X64, _NOT_BESIDE_PAGES, needs=(PAGES,)),
         Record(Sm90Tile(192, 96), _SOFTCAP, needs=(BOUNDED,)),
         Record(_EXACT, _SOFTCAP, needs=(BOUNDED,)),
         Record(_128X128, _SCORE),
         Record(_128X128, _DROPOUT),
-        Record(_TEAMS, _BLOCKS),
+        Record(_TEAMS, _BLOCKS_OF_TEAMS),
         Record(_128X128, _BIAS, needs=(BIAS_TILES,)),
         Record(_128X128, _BITS),
         Record(_128X64),
@@ -113,12 +111,11 @@ FORWARD: tuple[Record[Sm90Tile], ...] = (
         Record(_EXACT, PLAIN, needs=(PLAIN_SCORES, MANY, PAGES)),
         Record(replace(_D128, keys_in_reverse=True), PLAIN, needs=(PLAIN_SCORES, WINDOW)),
         Record(_D128, PLAIN, needs=(PLAIN_SCORES,)),
-        Record(_128X64, _NOT_BESIDE_PAGES, needs=(PAGES,)),
         Record(Sm90Tile(192, 80, ping_pong=False), _SOFTCAP, needs=(BOUNDED,)),
         Record(Sm90Tile(192, 80), _SCORE),
         Record(_EXACT, _SCORE),
         Record(replace(_128X128, ping_pong=False), _DROPOUT),
-        Record(_TEAMS, _BLOCKS),
+        Record(_TEAMS, _BLOCKS_OF_TEAMS),
         Record(_128X128, _BIAS, needs=(BIAS_TILES,)),
         Record(_128X128, _BITS),
         Record(_128X64),
@@ -129,7 +126,6 @@ FORWARD: tuple[Record[Sm90Tile], ...] = (
         Record(_FEW_64X64, _ANY_OF_ROWS, needs=(FEW_QUERIES,)),
         Record(_128X32, _OPTIONS, needs=(HEADS,)),
         Record(replace(_128X128, early_eighths=2), PLAIN, needs=(PLAIN_SCORES,)),
-        Record(_128X32, _NOT_BESIDE_PAGES, needs=(PAGES,)),
         Record(replace(_128X128, ping_pong=False), _SOFTCAP, needs=(BOUNDED,)),
         Record(_128X96, _SCORE),
         Record(_128X128, _DROPOUT),
@@ -148,7 +144,6 @@ FORWARD: tuple[Record[Sm90Tile], ...] = (
         # A tile of 112 keys leaves no room to stage results: threads would store rows of heads element by element.
         Record(_128X96, PLAIN, needs=(PLAIN_SCORES, HEADS)),
         Record(Sm90Tile(128, 112), PLAIN, needs=(PLAIN_SCORES,)),
-        Record(_128X32, _NOT_BESIDE_PAGES, needs=(PAGES,)),
         Record(replace(_128X96, ping_pong=False), _SOFTCAP, needs=(BOUNDED,)),
         Record(Sm90Tile(128, 80), _SCORE),
         Record(_128X96, _DROPOUT),
@@ -172,7 +167,6 @@ FORWARD: tuple[Record[Sm90Tile], ...] = (
         Record(_D256, PLAIN, needs=(PLAIN_SCORES,)),
         Record(_128X64, PLAIN, needs=(PLAIN_SCORES, HEADS)),
         Record(_128X64, PLAIN, needs=(PLAIN_SCORES, PAGES)),
-        Record(_64X32, _NOT_BESIDE_PAGES, needs=(PAGES,)),
         Record(Sm90Tile(128, 64, ping_pong=False, keeps_maxima=True), _SOFTCAP, needs=(BOUNDED, PAGES)),
         Record(replace(_128X64, ping_pong=False), _SOFTCAP, needs=(BOUNDED,)),
         Record(Sm90Tile(128, 48), _SCORE),
