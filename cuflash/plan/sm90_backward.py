@@ -52,7 +52,7 @@ from cuflash.rules.form import NO_RULES
 HANDLES = (*KNOWN_TO_ALL, *OF_RULES)  # the flags that these kernels know
 # ROWS runs before the main kernel and prepares what that loads of each query. DQ runs last and writes dq from sums.
 ROWS, DQ = "backward_sm90_rows", "backward_sm90_dq"
-_SHORT = 4096  # most queries that see a key where they are few
+FEW_SEEN = 4096  # most queries that see a key where they are few
 _GROUP_OF_DRAWS = 16  # queries whose random bits are drawn at once
 _EARLY_DRAWS_OF_SPLITS = 3  # groups of them that are drawn early where thread blocks share queries
 # A tile's dq has so many sums where additions have an order, so that an addition waits for the last but one. With a
@@ -193,7 +193,7 @@ def _asked(problem: AttentionProblem, bias_tiles: bool, mask_vectors: bool) -> s
     if "has_mask" in asked and not mask_vectors:
         asked = asked - {"has_mask"} | {MASK_BY_ELEMENTS}
     in_window = "has_window" in flags_of(problem)
-    regimes = {IN_ORDER: problem.deterministic, SHORT: in_window and queries_seen(problem) <= _SHORT}
+    regimes = {IN_ORDER: problem.deterministic, SHORT: in_window and queries_seen(problem) <= FEW_SEEN}
     return asked | {regime for regime, holds in regimes.items() if holds}
 
 

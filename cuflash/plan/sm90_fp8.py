@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from cuflash.hardware import (
@@ -25,6 +24,7 @@ from cuflash.plan.config import (
     with_rules,
     without_window,
 )
+from cuflash.plan.record import ANY_ONE, HOPPER, PLAIN, Record, candidates, narrowest, records
 from cuflash.plan.sm90_forward import SMEM_BESIDE_TILES, Layout, Sm90ForwardConfig, expressible, has_few_queries
 from cuflash.plan.sm90_times import merging_us
 from cuflash.problem.attention_problem import AttentionProblem
@@ -56,28 +56,23 @@ class Fp8Tile:
     ping_pong: bool = True  # the warpgroups alternate at the tensor cores
 
 
-@dataclass(frozen=True)
-class Fp8Row:
-    """Tiles for head dims up to these; each option takes registers, so that tiles with options have fewer keys."""
-
-    head_dim: int  # widest q and k
-    head_dim_v: int  # widest v
-    full: Fp8Tile  # tile without options, or with causal or a window alone
-    of_tokens: Fp8Tile  # the same with scales of single rows
-    with_score: Fp8Tile  # tile with one option
-    with_more: Fp8Tile  # tile with a bias, or with several options
+def _tiles(head_dim: int, head_dim_v: int, *lines: Record[Fp8Tile]) -> tuple[Record[Fp8Tile], ...]:
+    return records((ENTRY,), FP8, (head_dim, head_dim_v), *lines)
 
 
 _D64, _D96, _D128 = (Fp8Tile(n, query_stages=2, slice=columns) for n, columns in ((128, 64), (128, 96), (128, 64)))
-# The first row is taken that is wide enough.
+_64, _32 = Fp8Tile(64), Fp8Tile(32)
+_NO_BIAS = replace(ANY_ONE, lacks=("has_bias",))
+# Each option takes registers, so that tiles with options have fewer keys.
 FORWARD = (
-    Fp8Row(64, 64, _D64, _D64, _D64, replace(_D64, block_n=64)),
-    Fp8Row(96, 96, _D96, _D96, replace(_D96, block_n=64), replace(_D96, block_n=64)),
-    Fp8Row(128, 128, _D128, _D128, replace(_D128, block_n=64), replace(_D128, block_n=64)),
-    Fp8Row(192, 128, Fp8Tile(128), Fp8Tile(128), Fp8Tile(64), Fp8Tile(64)),
-    Fp8Row(192, 192, Fp8Tile(64), Fp8Tile(64), Fp8Tile(64), Fp8Tile(32)),
-    Fp8Row(256, 256, Fp8Tile(64), Fp8Tile(64), Fp8Tile(32), Fp8Tile(32, slice=32)),
+    *_tiles(64, 64, Record(_D64, PLAIN), Record(_D64, _NO_BIAS), Record(replace(_D64, block_n=64))),
+    *_tiles(96, 96, Record(_D96, PLAIN), Record(replace(_D96, block_n=64))),
+    *_tiles(128, 128, Record(_D128, PLAIN), Record(replace(_D128, block_n=64))),
+    *_tiles(192, 128, Record(Fp8Tile(128), PLAIN), Record(_64)),
+    *_tiles(192, 192, Record(_64, PLAIN), Record(_64, _NO_BIAS), Record(_32)),
+    *_tiles(256, 256, Record(_64, PLAIN), Record(_32, _NO_BIAS), Record(replace(_32, slice=32))),
 )
+HEAD_DIMS = tuple(dict.fromkeys((line.head_dim, line.head_dim_v) for line in FORWARD))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,22 +84,15 @@ class Sm90Fp8Config(Sm90ForwardConfig):
     token_scales: bool  # the rows of a head have scales of their own; else all share one
 
 
-def _smem_bytes(row: Fp8Row, tile: Fp8Tile) -> int:
+def _smem_bytes(row: Record[Fp8Tile]) -> int:
+    tile = row.tile
     row_bytes, row_bytes_v = whole_rows(row.head_dim), whole_rows(row.head_dim_v)
     keys = tile.block_n * (row_bytes + row_bytes_v) + row.head_dim_v * SWIZZLE_BYTES + 2 * tile.block_n * FLOAT_BYTES
     return tile.query_stages * tile.block_m * row_bytes + tile.stages * keys + SMEM_BESIDE_TILES
 
 
-def config_of(
-    row: Fp8Row,
-    tile: Fp8Tile,
-    bias_dtype: str | None,
-    flags: tuple[str, ...],
-    plain_scores: bool = True,
-    result_dtype: str = "bfloat16",
-    token_scales: bool = False,
-) -> Sm90Fp8Config:
-    """The configuration of a kernel with this tile of the row; `flags` is a subset of `HANDLES`."""
+def _config_of(problem: AttentionProblem, record: Record[Fp8Tile], token_scales: bool) -> Sm90Fp8Config:
+    flags, result_dtype = flags_of(problem), problem.result_dtype
     return Sm90Fp8Config(
         entry=ENTRY,
         has_work_list=False,
@@ -131,20 +119,12 @@ def config_of(
         has_bias_tiles=False,
         has_mask_tiles=False,
         bounded_scores=False,
-        plain_scores=plain_scores and are_products(flags),
-        smem_bytes=_smem_bytes(row, tile),
+        plain_scores=has_plain_scale(problem) and are_products(flags),
+        smem_bytes=_smem_bytes(record),
         result=CPP_TYPES[result_dtype],
         token_scales=token_scales,
-        **common(Sm90Fp8Config, _HALF_OF[result_dtype], bias_dtype, (*flags, FLAG), row, tile),
+        **common(Sm90Fp8Config, _HALF_OF[result_dtype], problem.bias_dtype, flags, record, record.tile),
     )
-
-
-def _tiles_for(row: Fp8Row, flags: tuple[str, ...], token_scales: bool) -> tuple[Fp8Tile, ...]:
-    """The tiles that these options can take, the fastest first."""
-    options = without_window(flags) - {FLAG}
-    if not options:
-        return ((row.of_tokens if token_scales else row.full),)
-    return (row.with_more,) if len(options) > 1 or "has_bias" in options else (row.with_score, row.with_more)
 
 
 def obstacle(problem: AttentionProblem) -> str:
@@ -172,10 +152,10 @@ def forward(
     """
     if obstacle(problem) or not all(expressible(*layout) for layout in layouts):
         return ()
-    row = next(r for r in FORWARD if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
-    flags = flags_of(problem)
-    given = problem.bias_dtype, flags, has_plain_scale(problem), problem.result_dtype, token_scales
-    return tuple(with_rules(config_of(row, tile, *given), problem) for tile in _tiles_for(row, flags, token_scales))
+    lines = narrowest(FORWARD, problem.head_dim, problem.head_dim_v)
+    options = without_window(flags_of(problem)) - {FLAG}
+    found = candidates(lines, options, HOPPER, lambda record: True, lambda record: 1 / record.tile.block_n)
+    return tuple(with_rules(_config_of(problem, record, token_scales), problem) for record in found)
 
 
 def with_splits(problem: AttentionProblem, config: Sm90Fp8Config, num_sms: int) -> tuple[Sm90Fp8Config, int]:
@@ -214,18 +194,3 @@ def reason(problem: AttentionProblem) -> str:
         f"wgmma on e4m3 codes and TMA, tiles of {config.tile}, {config.smem_bytes} bytes of shared memory: "
         f"{config.flags}; as on other GPUs where an address or a stride of q, k or v is no multiple of 16 bytes"
     )
-
-
-def table() -> Iterator[tuple[Sm90Fp8Config, str]]:
-    """Every kernel, with its queries' dtype: plain, with a window and any one option, and with all."""
-    single = [("has_window", flag) for flag in KNOWN_TO_ALL if flag != "has_window"]
-    for row in FORWARD:
-        for n, flags in enumerate(((), ("has_window",), *single, KNOWN_TO_ALL)):
-            bias_dtype = "float32" if "has_bias" in flags else None
-            for token_scales in (False, True):
-                result = RESULTS[(n + token_scales) % len(RESULTS)]
-                tile = _tiles_for(row, flags, token_scales)[0]
-                config = config_of(row, tile, bias_dtype, flags, True, result, token_scales)
-                yield config, FP8
-        yield replace(config_of(row, row.full, None, ("has_window",)), plain_scores=False), FP8
-        yield replace(config_of(row, row.full, None, ("has_window",)), splits_keys=True), FP8

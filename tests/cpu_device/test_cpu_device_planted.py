@@ -16,7 +16,7 @@ from devices import Device
 
 from cuflash import hardware
 from cuflash.cuda import source as cuda_source
-from cuflash.plan import sm90_backward, sm90_backward_listing, sm90_backward_tiles, sm90_forward, sm90_forward_listing
+from cuflash.plan import listing, sm90_backward, sm90_backward_tiles, sm90_forward, sm90_listing
 from cuflash.plan.config import KernelConfig
 
 pytestmark = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
@@ -75,7 +75,7 @@ def test_defect_is_named(file: str, old: str, new: str, takes: Callable[[KernelC
         return text
 
     device = CpuDevice((9, 0), 3, Check.SHARED)
-    table = (*sm90_forward_listing.table(), *sm90_backward_listing.table())
+    table = (*listing.kernels(sm90_listing.of_forward()), *listing.kernels(sm90_listing.of_backward()))
     config, dtype = next((config, dtype) for config, dtype in table if takes(config))
     place = Device(device.name, np, partial(hook.kernels_on, device))
     with mock.patch.object(cuda_source, "_read", edited), pytest.raises(DeviceError, match=expected):

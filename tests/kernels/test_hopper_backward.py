@@ -15,7 +15,7 @@ import cuflash
 from cuflash import hardware
 from cuflash.gpu import launch
 from cuflash.gpu import sm90 as gpu_sm90
-from cuflash.plan import sm90_backward, sm90_backward_listing, sm90_backward_tiles, sm90_query_splits
+from cuflash.plan import listing, sm90_backward, sm90_backward_tiles, sm90_listing, sm90_query_splits
 from cuflash.problem.attention_problem import AttentionProblem
 
 Array = np.ndarray[Any, Any]
@@ -406,8 +406,10 @@ def test_padding_far_behind_packed_queries(deterministic: bool, tail: int) -> No
 
 
 @needs_compiler
-@pytest.mark.parametrize("entry", sorted({config.entry for config, _ in sm90_backward_listing.table()}))
+@pytest.mark.parametrize("entry", sorted({config.entry for config, _ in listing.kernels(sm90_listing.of_backward())}))
 def test_every_row_compiles_without_spills(entry: str) -> None:
-    configs = [c for c, dtype in sm90_backward_listing.table() if c.entry == entry and dtype == "bfloat16"]
+    configs = [
+        c for c, dtype in listing.kernels(sm90_listing.of_backward()) if c.entry == entry and dtype == "bfloat16"
+    ]
     for config in compiled(HOPPER, configs):
         assert_compiles_well(HOPPER, config)

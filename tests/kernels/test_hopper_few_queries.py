@@ -18,7 +18,7 @@ from paging import as_paged, used_of_pool
 import cuflash
 from cuflash.gpu import launch
 from cuflash.gpu import sm90 as gpu_sm90
-from cuflash.plan import sm90_few_queries, sm90_forward, sm90_forward_listing, sm90_grid, sm90_tiles
+from cuflash.plan import listing, sm90_few_queries, sm90_forward, sm90_grid, sm90_listing, sm90_tiles
 from cuflash.plan.record import ANYTHING, PLAIN
 from cuflash.problem.attention_problem import AttentionProblem
 from cuflash.problem.pages import Pages
@@ -275,7 +275,7 @@ def test_many_rows_of_several_heads_leave_registers_to_options_and_pages(heads: 
 
 
 def test_no_warpgroup_waits_for_registers_that_a_launch_does_not_have() -> None:
-    for config, _ in sm90_forward_listing.table():
+    for config, _ in listing.kernels(sm90_listing.of_forward()):
         of_launch = min(2**16 // config.threads // 8 * 8, 255)
         taken = config.producer_registers + config.consumers * config.consumer_registers
         assert taken <= of_launch * (config.consumers + 1), config

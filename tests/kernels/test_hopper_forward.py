@@ -17,7 +17,7 @@ from devices import Device
 import cuflash
 from cuflash.gpu import launch
 from cuflash.gpu import sm90 as gpu_sm90
-from cuflash.plan import sm90_forward, sm90_forward_listing, sm90_grid, sm90_tiles, sm90_times
+from cuflash.plan import listing, sm90_forward, sm90_grid, sm90_listing, sm90_tiles, sm90_times
 from cuflash.problem.attention_problem import AttentionProblem
 
 Array = np.ndarray[Any, Any]
@@ -609,7 +609,9 @@ def test_many_tiles_are_the_same_bits_as_few() -> None:
 @needs_compiler
 @pytest.mark.parametrize("head_dims", sm90_tiles.HEAD_DIMS)
 def test_every_row_compiles_without_spills(head_dims: tuple[int, int]) -> None:
-    table = sorted({config for config, dtype in sm90_forward_listing.table() if dtype == "bfloat16"}, key=str)
+    table = sorted(
+        {config for config, dtype in listing.kernels(sm90_listing.of_forward()) if dtype == "bfloat16"}, key=str
+    )
     configs = [c for c in compiled(HOPPER, table) if (c.head_dim, c.head_dim_v) == head_dims]
     assert configs
     for config in configs:
