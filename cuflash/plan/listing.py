@@ -36,6 +36,7 @@ _SHORT = 256  # queries where few see a key
 _BLOCKS = 128, 64  # block sizes of masks
 _DRAWN = 1  # sets of options that are drawn for each head dims and dtype
 WINDOW, BLOCK_MASK = "has_window", "has_block_mask"
+FP8_RESULTS = (*HALF_DTYPES, "float32")  # dtypes of results on codes
 _SCORES = 1, 1, 1, 1  # a shape that is broadcast
 # Rules of users' own, of which kernels are listed with the room alone: a score_mod and a mask_mod.
 _RULES: Any = (lambda s, b, h, i, j: s), (lambda b, h, i, j: i >= j)
@@ -173,7 +174,7 @@ def _with_bias(problems: Iterable[AttentionProblem]) -> Iterator[AttentionProble
 def of_fp8(capability: Capability, limit: int) -> Iterator[Pass]:
     """Yield forward kernels by mma.sync on e4m3 codes, whose queries have 16 bits or are codes, too."""
     for number, dtype in enumerate(sm80_fp8.DTYPES):
-        result = dtype if dtype in HALF_DTYPES else sm80_fp8.RESULTS[number % len(sm80_fp8.RESULTS)]
+        result = dtype if dtype in HALF_DTYPES else FP8_RESULTS[number % len(FP8_RESULTS)]
         of_all: dict[str, Any] = {"has_fp8_keys": True, "out_dtype": result}
         problems = [*problems_of(FP8, dtype, sm80_forward.HANDLES, **of_all), *_of_few_rows(dtype, of_all)]
         yield from passes_of(_placed(sm80_fp8.forward, problems, capability, limit), dtype)

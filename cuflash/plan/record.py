@@ -11,6 +11,7 @@ from cuflash.problem.attention_problem import AttentionProblem
 
 Capability = tuple[int, int]
 ANY: Capability = (99, 0)  # a capability that no GPU reaches
+AMPERE: Capability = (8, 0)
 HOPPER: Capability = (9, 0)
 BLACKWELL: Capability = (10, 0)  # from here on the compiler gives some kernels more registers
 

@@ -16,7 +16,7 @@ from cuflash.hardware import FLOAT_BYTES, HALF_BYTES, capability_of, smem_limit
 from cuflash.kept import kept
 from cuflash.plan import sm80_times, sm80_wide
 from cuflash.plan.config import FLAGS, KNOWN_TO_ALL, OF_RULES, are_products, flags_of, not_taken, with_rules
-from cuflash.plan.record import Place, Record, asked_of, candidates, narrowest
+from cuflash.plan.record import HOPPER, Place, Record, asked_of, candidates, narrowest
 from cuflash.plan.sm80_forward import (
     SMEM_BESIDE_TILES,
     Sm80Config,
@@ -54,7 +54,7 @@ _MOST_ELEMENTS_ALONE = 1 << 14
 # A warp computes so many scores while its thread block begins and ends, and while a step waits for others.
 _LAUNCH, _STEP = 480, 250
 # GPUs from this capability on add to global memory by vectors of four floats, or in bulk out of shared memory.
-_LARGE_ADDS = (9, 0)
+_LARGE_ADDS = HOPPER
 ROWS, DQ = "backward_sm80_rows", "backward_sm80_dq"
 
 

@@ -27,9 +27,9 @@ from cuflash.plan.config import (
     with_rules,
     without_window,
 )
-from cuflash.plan.record import Capability, Place, Record, asked_of_scaled, candidates, narrowest
+from cuflash.plan.record import AMPERE, Capability, Place, Record, asked_of_scaled, candidates, narrowest
 from cuflash.plan.sm80_tiles import ENTRY, FORWARD, Records, Sm80Tile
-from cuflash.problem.attention_problem import AttentionProblem
+from cuflash.problem.attention_problem import HALF_DTYPES, AttentionProblem
 
 HANDLES = (*KNOWN_TO_ALL, *OF_RULES)  # the flags that the forward kernel knows
 # So many bytes of shared memory are no tile's: they tell which keys are seen, with the padding before them.
@@ -80,7 +80,7 @@ def dtypes(capability: Capability) -> tuple[str, ...]:
     """The 16-bit dtypes that mma.sync multiplies on a GPU of this capability."""
     if capability < (7, 5):
         return ()
-    return ("float16",) if capability < (8, 0) else ("float16", "bfloat16")
+    return ("float16",) if capability < AMPERE else HALF_DTYPES
 
 
 def _forward_smem(tile: Sm80Tile, row: Record[Sm80Tile]) -> int:
@@ -101,8 +101,8 @@ def constants(
     """Values for the fields that `Sm80Config` and its base have."""
     return {
         **common(family, problem.dtype, problem.bias_dtype, flags_of(problem), record, record.tile),
-        "product_depth": 16 if place.capability >= (8, 0) else 8,
-        "async_copies": place.capability >= (8, 0),
+        "product_depth": 16 if place.capability >= AMPERE else 8,
+        "async_copies": place.capability >= AMPERE,
         "aligned": place.aligned,
     }
 
@@ -167,7 +167,7 @@ def forward(problem: AttentionProblem, *place: Any) -> tuple[Sm80QueryConfig, ..
 
 def reason(problem: AttentionProblem) -> str:
     """A sentence for users: the forward kernels that a problem takes on GPUs other than Hopper."""
-    if problem.dtype not in dtypes((8, 0)):
+    if problem.dtype not in dtypes(AMPERE):
         return f"portable kernel: mma.sync has none for {problem.dtype} of this size"
     whole = problem
     if not_taken(HANDLES, whole):

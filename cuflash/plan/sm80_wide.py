@@ -25,7 +25,7 @@ from cuflash.plan.config import (
     with_rules,
 )
 from cuflash.plan.entries import key_results
-from cuflash.plan.record import UNUSUAL_SCALE, Place, Record, asked_of_scaled, candidates, narrowest
+from cuflash.plan.record import HOPPER, UNUSUAL_SCALE, Place, Record, asked_of_scaled, candidates, narrowest
 from cuflash.plan.sm80_forward import SMEM_BESIDE_TILES, Sm80QueryConfig, fits
 from cuflash.plan.sm80_kinds import (
     FLOAT64,
@@ -142,7 +142,7 @@ def forward(problem: AttentionProblem, *place: Any) -> tuple[WideConfig, ...]:
         sum_columns = 64 if has_room and record.head_dim <= 192 and record.tile.block_n != 32 else 32
         return WideConfig(
             entry=record.entries[0],
-            whole_products=own.kind == "float64" and own.place.capability >= (9, 0) and not own.asked,
+            whole_products=own.kind == "float64" and own.place.capability >= HOPPER and not own.asked,
             smem_bytes=smem_bytes(record),
             **own.constants(record, record.tile, sum_columns, 2 if has_room else 1),
         )
@@ -168,7 +168,7 @@ def _gradients(own: _Pass, record: Record[Sm80Tile], less_unrolled: int = 0) -> 
     """The configurations of the kernels of a record, with fewer rows where its tile does not fit."""
     parts, tile = own.parts, record.tile
     shares = tile.key_warps > 1
-    takes_wider = not parts and own.place.capability >= (9, 0)
+    takes_wider = not parts and own.place.capability >= HOPPER
     # A warp that has half of a result's columns holds many sums, so its loop is not unrolled.
     unroll = 1 if takes_wider and tile.key_warps == 2 else _unroll(parts) - less_unrolled
     sum_columns = 64 if parts > 1 and tile.stages > 1 else 32  # 32 columns take more registers than two stages leave
@@ -223,7 +223,7 @@ def of_bias(problem: AttentionProblem, *place: Any) -> tuple[WideGradientConfig,
         in_chunks = record.tile.stages > 1
         config = WideGradientConfig(
             entry=record.entries[0],
-            whole_products=own.kind == "float64" and own.place.capability >= (9, 0) and (in_chunks or not own.asked),
+            whole_products=own.kind == "float64" and own.place.capability >= HOPPER and (in_chunks or not own.asked),
             of_keys=False,
             computes_dk=False,
             computes_dv=False,

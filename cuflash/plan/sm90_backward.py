@@ -13,7 +13,6 @@ from cuflash.hardware import (
     ALIGNMENT,
     FLOAT_BYTES,
     HALF_BYTES,
-    L2_BYTES,
     PANEL,
     ROWS_OF_WARP,
     ROWS_OF_WARPGROUP,
@@ -45,8 +44,9 @@ from cuflash.plan.sm90_backward_tiles import (
     WIDE_TABLE,
     Sm90BackwardTile,
 )
-from cuflash.plan.sm90_forward import DTYPES, SMEM_BESIDE_TILES, Layout, Sm90Config, has_vectors
-from cuflash.problem.attention_problem import AttentionProblem
+from cuflash.plan.sm90_forward import SMEM_BESIDE_TILES, Layout, Sm90Config, has_vectors
+from cuflash.plan.sm90_order import queries_seen
+from cuflash.problem.attention_problem import HALF_DTYPES, AttentionProblem
 from cuflash.rules.form import NO_RULES
 
 HANDLES = (*KNOWN_TO_ALL, *OF_RULES)  # the flags that these kernels know
@@ -294,7 +294,7 @@ def backward(
     """
     if obstacle(problem) or not all(sm90_forward.expressible(*layout) for layout in layouts):
         return ()
-    in_tiles = problem.bias_dtype in DTYPES and not problem.packed and has_vectors(bias, HALF_BYTES)
+    in_tiles = problem.bias_dtype in HALF_DTYPES and not problem.packed and has_vectors(bias, HALF_BYTES)
     in_tiles = in_tiles and problem.rules.score is None
     in_vectors = has_vectors(mask, 1) and mask is not None and mask[1][-1] % ALIGNMENT == 0
     asked, found = _chosen(problem, in_tiles, in_vectors)
@@ -337,25 +337,3 @@ def reason(problem: AttentionProblem) -> str:
         f"wgmma and TMA, tiles of {config.tile}, {config.smem_bytes} bytes of shared memory: {config.flags}; "
         f"{sm90_forward.OTHER_GPUS} where an address or a stride of an input is no multiple of 16 bytes"
     )
-
-
-def num_grouped_heads(problem: AttentionProblem) -> int:
-    """The number of KV heads (of all sequences) whose queries, dout and sums of dq fit in L2 together."""
-    sequences = 1 if problem.packed else problem.batch
-    row_bytes = problem.head_dim * (HALF_BYTES + FLOAT_BYTES) + problem.head_dim_v * HALF_BYTES
-    fitting = L2_BYTES // (problem.seqlen_q * row_bytes * problem.group_size)
-    return min(max(fitting, 1), problem.num_heads_kv * sequences)
-
-
-def last_heads(problem: AttentionProblem, config: Sm90BackwardConfig) -> int:
-    """The number of last KV heads whose tiles of keys are mixed, the longest first, while dq of others is written."""
-    if not config.ping_pong or config.deterministic:
-        return num_grouped_heads(problem)
-    # All tiles have one length in a narrow window, so that one head suffices.
-    return 1 if 4 * queries_seen(problem) <= problem.seqlen_q else max(num_grouped_heads(problem), 8)
-
-
-def queries_seen(problem: AttentionProblem) -> int:
-    """Return the number of queries that see one key."""
-    left, right = problem.window_left, problem.window_right
-    return problem.seqlen_q if left is None or right is None else min(left + right + 1, problem.seqlen_q)

@@ -36,7 +36,7 @@ from cuflash.problem.attention_problem import AttentionProblem
 # more than those that a launch gives to each thread in eights, of 64 K, or a warpgroup would wait for registers for
 # ever. With a block mask, and with a mask or a bias alone, the loading warpgroup needs more; with pages still more.
 REGISTERS = {1: (80, 240), 2: (40, 232), 3: (32, 160), 4: (32, 112)}
-_MORE_TO_LOAD = {1: (80, 248), 2: (56, 224), 3: (56, 152), 4: (32, 112)}
+MORE_TO_LOAD = {1: (80, 248), 2: (56, 224), 3: (56, 152), 4: (32, 112)}
 _PAGES_TO_LOAD = {1: (80, 248), 2: (72, 216)}
 _MOST_PLAIN_ROWS = 128  # beside tiles of more rows a thread that loads has 32 registers
 # A thread computes powers in groups of four, two in each of its rows.
@@ -123,7 +123,7 @@ def config_of(record: Record[Sm90Tile], asked: Asked) -> Sm90ForwardConfig:
     options = without_window(flags)
     consumers, teams = tile.block_m // ROWS_OF_WARPGROUP + tile.alone, 1 + (tile.alone > 0)
     more_to_load = "has_block_mask" in options or options in ({"has_mask"}, {"has_bias"})
-    registers = _PAGES_TO_LOAD if has_pages else _MORE_TO_LOAD if more_to_load else REGISTERS
+    registers = _PAGES_TO_LOAD if has_pages else MORE_TO_LOAD if more_to_load else REGISTERS
     producer_registers, consumer_registers = registers[consumers]
     row_bytes, row_bytes_v = (whole_rows(HALF_BYTES * d) for d in (record.head_dim, record.head_dim_v))
     most_bytes = SMEM_BYTES // teams

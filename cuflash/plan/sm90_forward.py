@@ -33,7 +33,7 @@ from cuflash.plan.sm90_config import SMEM_BESIDE_TILES as SMEM_BESIDE_TILES
 from cuflash.plan.sm90_config import Sm90Config as Sm90Config
 from cuflash.plan.sm90_config import Sm90ForwardConfig as Sm90ForwardConfig
 from cuflash.plan.sm90_tiles import Sm90Tile
-from cuflash.problem.attention_problem import AttentionProblem
+from cuflash.problem.attention_problem import HALF_DTYPES, AttentionProblem
 from cuflash.rules.form import NO_RULES
 
 HANDLES = (*KNOWN_TO_ALL, *OF_RULES)  # the flags that the kernel knows
@@ -42,7 +42,6 @@ HANDLES = (*KNOWN_TO_ALL, *OF_RULES)  # the flags that the kernel knows
 KNOWN_TO_ROWS = tuple(flag for flag in KNOWN_TO_ALL if flag != "has_block_mask")
 OTHER_GPUS = "as on other GPUs"  # users read this where other kernels run
 LONG_QUERIES = 4096  # from so many queries on, pairs of thread blocks pay and causal tiles have to even out
-DTYPES = ("float16", "bfloat16")
 # A softcap between these bounds needs no maximum of scores: sums of 2^40 powers times values of 2^15 stay finite, as
 # does the cubic term's factor, and no power is denormal.
 _LARGEST_BOUND, SMALLEST_BOUND = 50, 2**-10
@@ -179,7 +178,7 @@ def may_hide_queries(problem: AttentionProblem) -> bool:
 
 def inputs_obstacle(problem: AttentionProblem) -> str:
     """Say why a problem's inputs cannot take the Hopper kernels of either pass; empty if they can."""
-    if problem.dtype not in DTYPES:
+    if problem.dtype not in HALF_DTYPES:
         return f"wgmma takes 16-bit inputs, not {problem.dtype}"
     if problem.is_empty:
         return "TMA takes no empty arrays"

@@ -24,17 +24,15 @@ from cuflash.plan.config import (
     with_rules,
     without_window,
 )
+from cuflash.plan.key_splits import OF_MANY_ROWS, merging_us, rows_of
 from cuflash.plan.record import ANY_ONE, HOPPER, PLAIN, Record, candidates, narrowest, records
 from cuflash.plan.sm90_forward import SMEM_BESIDE_TILES, Layout, Sm90ForwardConfig, expressible, has_few_queries
-from cuflash.plan.sm90_times import merging_us
 from cuflash.problem.attention_problem import AttentionProblem
 from cuflash.problem.fp8 import FP8
 
 FLAG = "has_fp8"
 HANDLES = (*KNOWN_TO_ALL, *OF_RULES, FLAG)  # the flags that the kernel knows
 ENTRY = "fp8_forward_sm90"
-RESULTS = ("bfloat16", "float16", "float32")
-_SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # numbers of splits that are compared
 _FEWEST_STEPS = 4  # tiles of keys of a split
 _FLOPS = 7.5e6  # of a multiprocessor in a microsecond: half of what the tensor cores do with codes, as a prediction
 # Registers of a thread that loads, schedules or prepares values, and of one that computes.
@@ -168,7 +166,7 @@ def with_splits(problem: AttentionProblem, config: Sm90Fp8Config, num_sms: int) 
     else:
         tiles = math.ceil(problem.seqlen_q / config.block_m) * problem.num_heads_q * problem.batch
         room = max(num_sms // tiles, 1)
-        tried = [n for n in _SPLITS if n == 1 or (n <= room and n * _FEWEST_STEPS <= steps)]
+        tried = [n for n in OF_MANY_ROWS if n == 1 or (n <= room and n * _FEWEST_STEPS <= steps)]
         number = min(tried, key=lambda n: _predicted_us(problem, config, n))
     return (config if number == 1 else replace(config, splits_keys=True)), number
 
@@ -180,8 +178,7 @@ def _predicted_us(problem: AttentionProblem, config: Sm90Fp8Config, num_splits: 
         keys = min(keys, problem.window_left + problem.window_right + config.block_m)
     steps = math.ceil(math.ceil(keys / config.block_n) / num_splits)
     step = 2 * config.block_m * config.block_n * (config.head_dim + config.head_dim_v) / _FLOPS
-    rows = problem.seqlen_q * problem.num_heads_q * problem.batch
-    return steps * step + merging_us(rows, problem.head_dim_v, num_splits)
+    return steps * step + merging_us(rows_of(problem), problem.head_dim_v, num_splits)
 
 
 def reason(problem: AttentionProblem) -> str:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from cuflash.hardware import num_sms
 from cuflash.plan import sm90_forward, sm90_fp8, sm90_grid, split, split_tiles
 from cuflash.plan.config import KNOWN_TO_ALL
-from cuflash.plan.listing import BLOCK_MASK, WINDOW, Flags, Pass, passes_of, problem_of, problems_of
+from cuflash.plan.listing import BLOCK_MASK, FP8_RESULTS, WINDOW, Flags, Pass, passes_of, problem_of, problems_of
 from cuflash.plan.sm90_backward import DQ, FEW_SEEN, ROWS, Sm90BackwardConfig, backward, with_query_splits
 from cuflash.plan.sm90_backward_tiles import NARROW_TABLE, WIDE_TABLE, Sm90BackwardTile
 from cuflash.plan.sm90_config import Sm90ForwardConfig
@@ -106,7 +106,7 @@ def _kernels(dims: tuple[int, int], dtype: str) -> Iterator[Sm90ForwardConfig]:
 
 def of_forward() -> Iterator[Pass]:
     """Yield the forward kernels on 16 bits, each once."""
-    for dims, dtype in product(HEAD_DIMS, sm90_forward.DTYPES):
+    for dims, dtype in product(HEAD_DIMS, HALF_DTYPES):
         yield from (Pass(((config,),), dtype) for config in dict.fromkeys(_kernels(dims, dtype)))
 
 
@@ -116,10 +116,10 @@ def of_fp8() -> Iterator[Pass]:
     for dims in sm90_fp8.HEAD_DIMS:
         for n, flags in enumerate((*_PLAIN, *_ALONE.values(), KNOWN_TO_ALL)):
             for token_scales in (False, True):
-                out_dtype = sm90_fp8.RESULTS[(n + token_scales) % len(sm90_fp8.RESULTS)]
+                out_dtype = FP8_RESULTS[(n + token_scales) % len(FP8_RESULTS)]
                 problem = problem_of(FP8, *dims, flags, out_dtype=out_dtype, **given)
                 yield from passes_of([sm90_fp8.forward(problem, (), token_scales)], FP8)
-        problem = problem_of(FP8, *dims, (WINDOW,), out_dtype=sm90_fp8.RESULTS[0], **given)
+        problem = problem_of(FP8, *dims, (WINDOW,), out_dtype=FP8_RESULTS[0], **given)
         yield from passes_of([sm90_fp8.forward(replace(problem, softmax_scale=-1.0), ())], FP8)
         split_keys = (replace(config, splits_keys=True) for config in sm90_fp8.forward(problem, ()))
         yield from passes_of([tuple(split_keys)], FP8)

@@ -36,7 +36,7 @@ from cuflash.plan.config import (
 )
 from cuflash.plan.entries import key_results
 from cuflash.plan.record import HOPPER, UNUSUAL_SCALE, Record, candidates, narrowest
-from cuflash.plan.sm90_forward import REGISTERS, SMEM_BESIDE_TILES, Sm90Config
+from cuflash.plan.sm90_config import MORE_TO_LOAD, REGISTERS, SMEM_BESIDE_TILES, Sm90Config
 from cuflash.plan.split_tiles import (
     BACKWARD,
     DK,
@@ -64,7 +64,6 @@ _REGISTERS_AT_ONCE, _MOST_REGISTERS = 8, 248
 # Weights of what is read of keys and values for a row, and of a step for a column. They keep each table's order, the
 # fastest first: 128 queries by 16 keys are faster than 64 by 32. They say nothing of how long a tile takes.
 _READING, _STEP = 10, 2
-_BLOCK_MASK_REGISTERS = (56, 224)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +173,7 @@ def _gradient_config(
     of_keys = bool(wanted)
     consumers = tile.rows // ROWS_OF_WARPGROUP
     # The thread that loads follows a block mask's lists, which takes registers.
-    registers = _BLOCK_MASK_REGISTERS if problem.block_mask and consumers > 1 else REGISTERS[consumers]
+    registers = (MORE_TO_LOAD if problem.block_mask and consumers > 1 else REGISTERS)[consumers]
     row_bytes = whole_rows(HALF_BYTES * head_dim)
     key_parts = KEY_PARTS[parts]
     # A kernel for dv alone multiplies no values with dout, so the block's rows come without values.
