@@ -153,6 +153,11 @@ def are_products(flags: tuple[str, ...]) -> bool:
     return not {"has_softcap", "has_bias", "has_alibi", "has_score_mod"} & set(flags)
 
 
+def has_plain_scores(problem: AttentionProblem) -> bool:
+    """Return True if scores are such products, and kernels may multiply their scale by log2(e) in advance."""
+    return has_plain_scale(problem) and are_products(flags_of(problem))
+
+
 def flags_of(problem: AttentionProblem) -> tuple[str, ...]:
     """Flags of the options of a problem, which are compiled into its kernels."""
     return tuple(flag for flag, wanted in WANTED.items() if wanted(problem))

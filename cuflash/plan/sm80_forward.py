@@ -18,10 +18,9 @@ from cuflash.plan.config import (
     KNOWN_TO_ALL,
     OF_RULES,
     KernelConfig,
-    are_products,
     common,
     flags_of,
-    has_plain_scale,
+    has_plain_scores,
     not_taken,
     of_half,
     with_rules,
@@ -148,7 +147,7 @@ def query_configs(
         is_copied = of_all["async_copies"] and place.aligned and of_all["bias_element"] == of_all["element"]
         return Sm80QueryConfig(
             entry=record.entries[0],
-            plain_scores=has_plain_scale(problem) and are_products(flags),
+            plain_scores=has_plain_scores(problem),
             smem_bytes=all_bytes(record),
             has_bias_tiles=bias_bytes(record) > 0 and is_copied,
             **of_all,

@@ -80,16 +80,16 @@ class Sm90BackwardConfig(Sm90Config):
     dq_sums: int  # sums of a tile's dq that alternate in taking additions, where these have an order
     dq_registers: int  # registers of a thread that computes dq, where a warpgroup does nothing else
     early_draws: int  # groups of 16 queries whose random bits are drawn before their weights are known
-    holds_draws: bool  # the draws are held back until the products have started
+    holds_draws: bool = False  # the draws are held back until the products have started
     deterministic: bool  # additions to dq have a fixed order
     first_addition_stores: bool  # the first addition to a sum of dq is a store, so that nobody clears the sum
     has_bias_tiles: bool  # TMA loads the bias; else it is read element by element
     has_mask_vectors: bool  # a mask is read 16 keys at a time; else element by element
-    writes_dbias: bool  # the kernel writes dbias, which has one element for each score
-    writes_dslopes: bool  # the kernel adds up the gradient of ALiBi's slopes
-    wide_results: bool  # dq, dk and dv are float32, so that shares of several calls are added before they are rounded
-    adds_results: bool  # dq, dk and dv are added to what the arrays hold
-    splits_queries: bool  # several thread blocks share the queries of a tile of keys, and write float32 dk and dv each
+    writes_dbias: bool = False  # the kernel writes dbias, which has one element for each score
+    writes_dslopes: bool = False  # the kernel adds up the gradient of ALiBi's slopes
+    wide_results: bool = False  # dq, dk and dv are float32: shares of several calls are added before rounding
+    adds_results: bool = False  # dq, dk and dv are added to what the arrays hold
+    splits_queries: bool = False  # thread blocks share the queries of a tile of keys, and write float32 dk and dv
     query_warps: int = 1  # a warp computes with all queries of a tile, at once: see `sm80_backward`
     query_passes: int = 1
 
@@ -225,7 +225,6 @@ def _config_of(
         entry=record.entries[0],
         dq_sums=_DQ_SUMS if in_order and not flags else 1,
         early_draws=_early_draws(record, flags),
-        holds_draws=False,
         deterministic=in_order,
         first_addition_stores=in_order or is_narrow,
         ping_pong=is_narrow,
@@ -233,10 +232,6 @@ def _config_of(
         has_bias_tiles="has_bias" in asked,
         has_mask_vectors="has_mask" in asked,
         writes_dbias=writes_dbias and is_narrow and "has_bias" in asked,
-        writes_dslopes=False,
-        wide_results=False,
-        adds_results=False,
-        splits_queries=False,
         **constants,
     )
     return with_rules(config, problem)

@@ -25,10 +25,10 @@ from cuflash.plan.config import (
     BY_HALVES,
     KNOWN_TO_ALL,
     OF_RULES,
-    are_products,
     common,
     flags_of,
     has_plain_scale,
+    has_plain_scores,
     not_taken,
     of_half,
     with_rules,
@@ -148,7 +148,7 @@ def _forward_config(problem: AttentionProblem, record: Record[SplitTile], parts:
     query_stages = 2 if smem_bytes + queries <= SMEM_BYTES else 1
     smem_bytes += (query_stages - 1) * queries
     registers = tile.producer_registers, _consumer_registers(consumers, tile.producer_registers)
-    plain_scores = has_plain_scale(problem) and are_products(flags)
+    plain_scores = has_plain_scores(problem)
     return SplitForwardConfig(
         entry=record.entries[0],
         query_stages=query_stages,
@@ -193,7 +193,7 @@ def _gradient_config(
         ping_pong=False,
         smem_bytes=rows + columns + math.ceil((vectors + SMEM_BESIDE_TILES) / SMEM_ALIGNMENT) * SMEM_ALIGNMENT,
         **common(SplitGradientConfig, problem.dtype, problem.bias_dtype, flags, tile),
-        **_constants(parts, consumers, registers, has_plain_scale(problem) and are_products(flags)),
+        **_constants(parts, consumers, registers, has_plain_scores(problem)),
     )
 
 
