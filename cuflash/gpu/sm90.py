@@ -18,7 +18,9 @@ from cuflash.gpu.portable import WithoutTiles, slope_sums
 from cuflash.hardware import ALIGNMENT, HALF_BYTES, WARP
 from cuflash.plan import sm90_backward, sm90_forward, sm90_grid, sm90_order
 from cuflash.plan.key_splits import merges_by_rows
-from cuflash.plan.sm90_forward import Layout, Sm90ForwardConfig, has_few_queries
+from cuflash.plan.sm90_backward_config import Sm90BackwardConfig, with_query_splits
+from cuflash.plan.sm90_config import Sm90ForwardConfig
+from cuflash.plan.sm90_forward import Layout, has_few_queries
 from cuflash.plan.sm90_query_splits import WHOLE_QUERIES, QuerySplits, splits_of
 from cuflash.problem.attention_problem import Array, AttentionProblem
 
@@ -140,7 +142,7 @@ def _layout(work: Work, x: Array | None) -> Layout | None:
 class _OfQueries(WithoutTiles):
     """A kernel of the backward pass whose tiles are queries."""
 
-    config: sm90_backward.Sm90BackwardConfig
+    config: Sm90BackwardConfig
     splits: QuerySplits = WHOLE_QUERIES
 
     @property
@@ -230,7 +232,7 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays, adds: bool = False) -
     is_split = not is_wide and not adds and bool(results)
     splits = splits_of(problem, configs[0], work.device.num_sms) if is_split else WHOLE_QUERIES
     if splits.in_all > 1:
-        configs = tuple(map(sm90_backward.with_query_splits, configs))
+        configs = tuple(map(with_query_splits, configs))
     of_results = [replace(config, wide_results=is_wide, adds_results=adds) for config in configs]
     chosen = work.chosen_pass([(Gradients(each.entry, each, splits),) for each in of_results], others_serve=True)
     if not chosen:

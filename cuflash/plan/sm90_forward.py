@@ -27,11 +27,7 @@ from cuflash.plan.config import (
 )
 from cuflash.plan.record import HOPPER, Record, narrowest
 from cuflash.plan.record import candidates as taken_of
-from cuflash.plan.sm90_config import ELEMENT_BYTES_OF, Asked, config_of, leaves_registers
-from cuflash.plan.sm90_config import REGISTERS as REGISTERS
-from cuflash.plan.sm90_config import SMEM_BESIDE_TILES as SMEM_BESIDE_TILES
-from cuflash.plan.sm90_config import Sm90Config as Sm90Config
-from cuflash.plan.sm90_config import Sm90ForwardConfig as Sm90ForwardConfig
+from cuflash.plan.sm90_config import ELEMENT_BYTES_OF, Asked, Sm90ForwardConfig, config_of, leaves_registers
 from cuflash.plan.sm90_tiles import Sm90Tile
 from cuflash.problem.attention_problem import HALF_DTYPES, AttentionProblem
 from cuflash.rules.form import NO_RULES

@@ -25,7 +25,8 @@ from cuflash.plan.config import (
 )
 from cuflash.plan.key_splits import OF_MANY_ROWS, merging_us, rows_of
 from cuflash.plan.record import ANY_ONE, HOPPER, PLAIN, Record, candidates, narrowest, records
-from cuflash.plan.sm90_forward import SMEM_BESIDE_TILES, Layout, Sm90ForwardConfig, expressible, has_few_queries
+from cuflash.plan.sm90_config import SMEM_BESIDE_TILES, Sm90ForwardConfig
+from cuflash.plan.sm90_forward import Layout, expressible, has_few_queries
 from cuflash.problem.attention_problem import AttentionProblem
 from cuflash.problem.fp8 import FP8
 

@@ -17,7 +17,8 @@ from cuflash.hardware import num_sms
 from cuflash.plan import sm90_forward, sm90_fp8, sm90_grid, split, split_tiles
 from cuflash.plan.config import KNOWN_TO_ALL
 from cuflash.plan.listing import BLOCK_MASK, FP8_RESULTS, WINDOW, Flags, Pass, passes_of, problem_of, problems_of
-from cuflash.plan.sm90_backward import DQ, FEW_SEEN, ROWS, Sm90BackwardConfig, backward, with_query_splits
+from cuflash.plan.sm90_backward import DQ, FEW_SEEN, ROWS, backward
+from cuflash.plan.sm90_backward_config import Sm90BackwardConfig, with_query_splits
 from cuflash.plan.sm90_backward_tiles import NARROW_TABLE, WIDE_TABLE, Sm90BackwardTile
 from cuflash.plan.sm90_config import Sm90ForwardConfig
 from cuflash.plan.sm90_tiles import HEAD_DIMS

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from cuflash.hardware import FLOAT_BYTES
 from cuflash.kept import kept
-from cuflash.plan.sm90_backward import Sm90BackwardConfig
+from cuflash.plan.sm90_backward_config import Sm90BackwardConfig
 from cuflash.plan.sm90_order import queries_seen
 from cuflash.problem.attention_problem import AttentionProblem
 

@@ -16,6 +16,7 @@ from cuflash import hardware
 from cuflash.gpu import launch
 from cuflash.gpu import sm90 as gpu_sm90
 from cuflash.plan import listing, sm90_backward, sm90_backward_tiles, sm90_listing, sm90_query_splits
+from cuflash.plan.sm90_backward_config import Sm90BackwardConfig
 from cuflash.problem.attention_problem import AttentionProblem
 
 Array = np.ndarray[Any, Any]
@@ -308,7 +309,7 @@ def test_bias_and_mask_of_keys_alone(name: str, rows: int) -> None:
     options: dict[str, Any] = {name: np.broadcast_to(x, (*x.shape[:-2], rows, keys))}
     both(q, k, v, hidden_keys=HIDDEN_BY_MASK, **options)
     config = next(x.kernel.config for x in launch._launches.values() if x.kernel.entry == sm90_backward_tiles.NARROW)
-    assert isinstance(config, sm90_backward.Sm90BackwardConfig)
+    assert isinstance(config, Sm90BackwardConfig)
     assert config.has_bias_tiles or config.has_mask_vectors
 
 

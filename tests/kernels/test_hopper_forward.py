@@ -18,6 +18,7 @@ import cuflash
 from cuflash.gpu import launch
 from cuflash.gpu import sm90 as gpu_sm90
 from cuflash.plan import listing, sm90_forward, sm90_grid, sm90_listing, sm90_tiles, sm90_times
+from cuflash.plan.sm90_config import Sm90ForwardConfig
 from cuflash.problem.attention_problem import AttentionProblem
 
 Array = np.ndarray[Any, Any]
@@ -224,7 +225,7 @@ def test_block_mask_of_wholly_visible_and_hidden_tiles(place: Device) -> None:
 
 def assert_two_teams() -> None:
     (only,) = launch._launches.values()
-    assert isinstance(only.kernel.config, sm90_forward.Sm90ForwardConfig)
+    assert isinstance(only.kernel.config, Sm90ForwardConfig)
     assert only.kernel.config.teams == 2
 
 
