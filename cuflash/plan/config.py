@@ -25,8 +25,6 @@ COLUMNS = 16  # half of v's columns is rounded up to a multiple of this
 _MOST_OPERATIONS = 150
 # Sines and cosines share at most so many bytes of local memory, for the digits of pi that a large number needs.
 _REDUCED_BYTES = {CPP_TYPES["float32"]: 32, CPP_TYPES["float64"]: 40}
-# Users read these words where a forward pass runs once for each half of v's columns.
-BY_HALVES = "; half of v's columns at a time"
 
 
 @dataclass(frozen=True, kw_only=True)

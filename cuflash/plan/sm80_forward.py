@@ -10,11 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from cuflash.hardware import FLOAT_BYTES, HALF_BYTES, WARP, capability_of, smem_limit
+from cuflash.hardware import FLOAT_BYTES, HALF_BYTES, WARP
 from cuflash.kept import kept
 from cuflash.plan import sm80_times
 from cuflash.plan.config import (
-    BY_HALVES,
     KNOWN_TO_ALL,
     OF_RULES,
     KernelConfig,
@@ -22,7 +21,6 @@ from cuflash.plan.config import (
     flags_of,
     has_plain_scores,
     not_taken,
-    of_half,
     with_rules,
     without_window,
 )
@@ -162,20 +160,3 @@ def query_configs(
 def forward(problem: AttentionProblem, *place: Any) -> tuple[Sm80QueryConfig, ...]:
     """The candidates for a problem's forward kernel; `place` has the fields of `Place`."""
     return query_configs(problem, Place(*place), FORWARD, HANDLES, _forward_smem)
-
-
-def reason(problem: AttentionProblem) -> str:
-    """A sentence for users: the forward kernels that a problem takes on GPUs other than Hopper."""
-    if problem.dtype not in dtypes(AMPERE):
-        return f"portable kernel: mma.sync has none for {problem.dtype} of this size"
-    whole = problem
-    if not_taken(HANDLES, whole):
-        problem = of_half(whole)
-    if not_taken(HANDLES, problem):
-        return f"portable kernel: mma.sync has none with {not_taken(HANDLES, whole)}"
-    older = (
-        "" if problem.dtype in dtypes((7, 5)) else f"; portable kernel on sm_75, which multiplies no {problem.dtype}"
-    )
-    tiles = {name: forward(problem, True, capability_of(name), smem_limit(name)) for name in ("sm_80", "sm_86")}
-    in_words = ", ".join(f"{configs[0].tile} on {name}" for name, configs in tiles.items() if configs)
-    return f"mma.sync, tiles of {in_words}{'' if problem is whole else BY_HALVES}{older}"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
-from cuflash.hardware import FLOAT_BYTES, HALF_BYTES, capability_of, smem_limit
+from cuflash.hardware import FLOAT_BYTES, HALF_BYTES
 from cuflash.kept import kept
 from cuflash.plan import sm80_forward
 from cuflash.plan.config import CPP_TYPES, not_taken
@@ -86,16 +86,3 @@ def forward(problem: AttentionProblem, *place: Any) -> tuple[Fp8Config, ...]:
         "multiplies_codes": multiplies,
     }
     return tuple(Fp8Config(**{f.name: getattr(c, f.name) for f in fields(c)} | of_codes) for c in configs)
-
-
-def reason(problem: AttentionProblem) -> str:
-    """A sentence for users: the forward kernels that a problem on e4m3 keys takes."""
-    if not_taken(HANDLES, problem):
-        return f"converted to float32: mma.sync on e4m3 has none with {not_taken(HANDLES, problem)}"
-    tiles = {name: forward(problem, True, capability_of(name), smem_limit(name)) for name in ("sm_80", "sm_89")}
-    named = ", ".join(
-        f"{configs[0].tile} on {name}{' by products of codes' if configs[0].multiplies_codes else ''}"
-        for name, configs in tiles.items()
-        if configs
-    )
-    return f"mma.sync on e4m3 keys, tiles of {named}; converted to float32 on GPUs older than sm_80"

@@ -14,12 +14,6 @@ from cuflash.problem.attention_problem import AttentionProblem
 
 # float16 parts of an element of v and dout, by kind of products; float64 has whole elements.
 PARTS_OF = {"float32": PARTS[None], "tf32": PARTS["tf32"], "float64": 0}
-# These words tell users how each kind multiplies, and with which error.
-PRODUCTS = {
-    "float32": "float16 parts, float32's error",
-    "tf32": "one product of float16 each, TF32's error",
-    "float64": "float64 products",
-}
 # The GPUs whose products of float64 are faster than their multiply-adds.
 FLOAT64 = AMPERE, HOPPER
 # These words in a card's name tell that it adds products of float16 in float32 at half the rate, which nothing else

@@ -9,34 +9,28 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cuflash.hardware import FLOAT_BYTES, capability_of, smem_limit
+from cuflash.hardware import FLOAT_BYTES
 from cuflash.kept import kept
 from cuflash.plan import sm80_times
 from cuflash.plan.config import (
-    BY_HALVES,
     KNOWN_TO_ALL,
     OF_RULES,
     common,
     flags_of,
     has_plain_scores,
     not_taken,
-    of_half,
     with_rules,
 )
 from cuflash.plan.entries import key_results
 from cuflash.plan.record import HOPPER, UNUSUAL_SCALE, Place, Record, asked_of_scaled, candidates, narrowest
 from cuflash.plan.sm80_forward import SMEM_BESIDE_TILES, Sm80QueryConfig, fits
 from cuflash.plan.sm80_kinds import (
-    FLOAT64,
-    HALF_RATE,
     PARTS_OF,
-    PRODUCTS,
     dtype_of,
     element_bytes,
     has_few_registers,
     kind_of,
     multiplies,
-    pays,
 )
 from cuflash.plan.sm80_tiles import Records, Sm80Tile
 from cuflash.plan.sm80_wide_tiles import of_backward, of_forward
@@ -234,27 +228,3 @@ def of_bias(problem: AttentionProblem, *place: Any) -> tuple[WideGradientConfig,
 
     found = own.candidates(of_bias_records(own.kind, own.place.limit), smem_bytes)
     return tuple(with_rules(config_of(record), problem) for record in found)
-
-
-def reason(problem: AttentionProblem, gradients: bool) -> str:
-    """A sentence for users on the kernels of a pass; empty where it has none of these."""
-    kind = kind_of(problem)
-    if kind not in PARTS_OF or not _tiles(problem, False, "sm_80"):
-        return ""
-    architectures = ", ".join("sm_{}{}".format(*x) for x in FLOAT64) if kind == "float64" else "sm_80 and later"
-    tiles = _tiles(problem, gradients, "sm_80")
-    what = f"mma.sync on {architectures}, {PRODUCTS[kind]}, tiles of {tiles}"
-    if kind == "float32":
-        in_99_kb = _tiles(problem, gradients, "sm_86")
-        if in_99_kb and not pays(problem, HALF_RATE[0], gradients):
-            in_99_kb += f" (portable on {', '.join(HALF_RATE)})"
-        what += f"; in 99 KB of shared memory {in_99_kb or 'portable'}"
-    return what if tiles else "portable kernels"
-
-
-def _tiles(problem: AttentionProblem, gradients: bool, name: str) -> str:
-    place = True, capability_of(name), smem_limit(name)
-    if gradients:
-        return ", ".join(f"{c.entry} {c.tile}" for c in next(iter(backward(problem, *place)), ()))
-    whole, half = (forward(p, *place) for p in (problem, of_half(problem)))
-    return f"{(whole or half)[0].entry} {(whole or half)[0].tile}{'' if whole else BY_HALVES}" if half else ""

@@ -212,16 +212,3 @@ def _is_whole(problem: AttentionProblem) -> bool:
     scores = (problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k)
     vectors = problem.seqlen_k * HALF_BYTES % ALIGNMENT == 0
     return problem.bias == scores and problem.bias_dtype == problem.dtype and vectors
-
-
-def reason(problem: AttentionProblem) -> str:
-    """A sentence for users: the kernels that a backward pass takes on Hopper, and why."""
-    if obstacle(problem):
-        return f"{sm90_forward.OTHER_GPUS}: {obstacle(problem)}"
-    by_elements = _chosen(problem, mask_vectors=False)
-    asked, found = by_elements if by_elements[1] else _chosen(problem)
-    config = _config_of(found[0], problem, asked)
-    return (
-        f"wgmma and TMA, tiles of {config.tile}, {config.smem_bytes} bytes of shared memory: {config.flags}; "
-        f"{sm90_forward.OTHER_GPUS} where an address or a stride of an input is no multiple of 16 bytes"
-    )

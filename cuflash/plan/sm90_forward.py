@@ -36,7 +36,6 @@ HANDLES = (*KNOWN_TO_ALL, *OF_RULES)  # the flags that the kernel knows
 # These options know rows of several heads. A block mask does not, as its lists of keys are those of tiles of one head,
 # and users' own rules are asked for one head.
 KNOWN_TO_ROWS = tuple(flag for flag in KNOWN_TO_ALL if flag != "has_block_mask")
-OTHER_GPUS = "as on other GPUs"  # users read this where other kernels run
 LONG_QUERIES = 4096  # from so many queries on, pairs of thread blocks pay and causal tiles have to even out
 # A softcap between these bounds needs no maximum of scores: sums of 2^40 powers times values of 2^15 stay finite, as
 # does the cubic term's factor, and no power is denormal.
@@ -289,14 +288,3 @@ def has_exact_maxima(problem: AttentionProblem) -> bool:
     """Return True if the kernel for few keys, without options, follows every maximum."""
     asked = Asked(problem.dtype, None, (), frozenset({tiles.PLAIN_SCORES}))
     return taken(lines_of(problem), asked)[0].tile.exact
-
-
-def reason(problem: AttentionProblem) -> str:
-    """A sentence for users: the kernel that a forward pass takes on Hopper, and why."""
-    if obstacle(problem):
-        return f"{OTHER_GPUS}: {obstacle(problem)}"
-    config = config_for(problem)
-    return (
-        f"wgmma and TMA (NVRTC from 12.9 on), tiles of {config.tile}, {config.smem_bytes} bytes of shared memory: "
-        f"{config.flags}; {OTHER_GPUS} where an address or a stride of q, k or v is no multiple of 16 bytes"
-    )

@@ -159,15 +159,3 @@ def _predicted_us(problem: AttentionProblem, config: Sm90Fp8Config, num_splits: 
     steps = math.ceil(math.ceil(keys / config.block_n) / num_splits)
     step = 2 * config.block_m * config.block_n * (config.head_dim + config.head_dim_v) / _FLOPS
     return steps * step + merging_us(rows_of(problem), problem.head_dim_v, num_splits)
-
-
-def reason(problem: AttentionProblem) -> str:
-    """A sentence for users: the kernel that a forward pass on codes takes on Hopper, and why."""
-    if obstacle(problem):
-        return f"as on other GPUs: {obstacle(problem)}"
-    layout = ((0,), (1,))
-    config = forward(problem, (layout,))[0]
-    return (
-        f"wgmma on e4m3 codes and TMA, tiles of {config.tile}, {config.smem_bytes} bytes of shared memory: "
-        f"{config.flags}; as on other GPUs where an address or a stride of q, k or v is no multiple of 16 bytes"
-    )

@@ -22,7 +22,6 @@ from cuflash.hardware import (
 )
 from cuflash.kept import kept
 from cuflash.plan.config import (
-    BY_HALVES,
     KNOWN_TO_ALL,
     OF_RULES,
     common,
@@ -30,7 +29,6 @@ from cuflash.plan.config import (
     has_plain_scale,
     has_plain_scores,
     not_taken,
-    of_half,
     with_rules,
     without_window,
 )
@@ -233,24 +231,3 @@ def backward(problem: AttentionProblem) -> tuple[tuple[SplitGradientConfig, ...]
         )
         for record in found
     )
-
-
-def reason(problem: AttentionProblem) -> str:
-    """A sentence for users on the forward kernel; empty where other kernels run."""
-    whole = forward(problem)
-    configs = whole or forward(of_half(problem))
-    return _in_words(configs[0].tile, configs[0]) + ("" if whole else BY_HALVES) if configs else ""
-
-
-def gradient_reason(problem: AttentionProblem) -> str:
-    """A sentence for users on the gradient kernels; empty where other kernels run."""
-    configs = next(iter(backward(problem)), ())
-    return _in_words(", ".join(f"{config.entry} {config.tile}" for config in configs), *configs) if configs else ""
-
-
-def _in_words(tiles: str, *configs: SplitConfig) -> str:
-    parts = configs[0].parts
-    exactness = "one product of float16 each, TF32's error" if parts == 1 else "float16 parts, float32's error"
-    smem_bytes = max(config.smem_bytes for config in configs)
-    limits = f"tiles of {tiles}, {smem_bytes} bytes of shared memory: {configs[0].flags}"
-    return f"wgmma and TMA (NVRTC from 12.9 on), {exactness}, {limits}"

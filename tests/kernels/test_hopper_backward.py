@@ -18,6 +18,7 @@ from cuflash.gpu import sm90 as gpu_sm90
 from cuflash.plan import listing, sm90_backward, sm90_backward_tiles, sm90_listing, sm90_query_splits
 from cuflash.plan.sm90_backward_config import Sm90BackwardConfig
 from cuflash.problem.attention_problem import AttentionProblem
+from cuflash.tools import reasons
 
 Array = np.ndarray[Any, Any]
 pytestmark = pytest.mark.skipif(not device.available(), reason=device.NO_COMPILER)
@@ -367,7 +368,7 @@ def test_some_gradients_are_the_same_in_order(wanted: str) -> None:
 
 def test_float32_takes_other_kernels() -> None:
     problem = AttentionProblem(1, 8, 8, 1, 1, 64, 64, "float32")
-    assert "float32" in sm90_backward.reason(problem)
+    assert "float32" in reasons.backward_sm90(problem)
 
 
 @pytest.mark.parametrize("options", [{"window": (30, 10)}, LENGTHS], ids=["window", "lengths"])

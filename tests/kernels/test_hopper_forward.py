@@ -20,6 +20,7 @@ from cuflash.gpu import sm90 as gpu_sm90
 from cuflash.plan import listing, sm90_forward, sm90_grid, sm90_listing, sm90_tiles, sm90_times
 from cuflash.plan.sm90_config import Sm90ForwardConfig
 from cuflash.problem.attention_problem import AttentionProblem
+from cuflash.tools import reasons
 
 Array = np.ndarray[Any, Any]
 no_compiler = pytest.mark.skipif(not device.available(), reason=device.NO_COMPILER)
@@ -502,7 +503,7 @@ def test_other_layouts_and_dtypes_take_other_kernels() -> None:
     padded = np.zeros((1, 8, 1, 64), np.float16)[..., :56].strides
     assert sm90_forward.forward(problem, ((odd, shape),) * 3) is None
     assert sm90_forward.forward(problem, ((padded, shape),) * 3) is not None
-    assert "float32" in sm90_forward.reason(AttentionProblem(1, 8, 8, 1, 1, 64, 64, "float32"))
+    assert "float32" in reasons.forward_sm90(AttentionProblem(1, 8, 8, 1, 1, 64, 64, "float32"))
 
 
 BIASES: dict[str, Any] = {

@@ -25,6 +25,7 @@ from cuflash import reference
 from cuflash.gpu import launch
 from cuflash.plan import listing, sm80_fp8, sm90_fp8, sm90_listing
 from cuflash.problem.attention_problem import AttentionProblem
+from cuflash.tools import reasons
 
 Array = NDArray[Any]
 
@@ -316,6 +317,6 @@ def test_which_problems_it_takes() -> None:
     ):
         other = replace(problem, **change)
         assert sm90_fp8.forward(other, layouts) == ()
-        assert words in sm90_fp8.reason(other)
+        assert words in reasons.fp8_sm90(other)
         assert sm80_fp8.takes(other, (9, 0)) or change.get("head_dim") == 512
-    assert "wgmma on e4m3 codes" in sm90_fp8.reason(problem)
+    assert "wgmma on e4m3 codes" in reasons.fp8_sm90(problem)
