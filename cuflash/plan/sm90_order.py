@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cuflash.hardware import FLOAT_BYTES, HALF_BYTES, L2_BYTES, num_sms
-from cuflash.plan.sm90_forward import LONG_QUERIES
+from cuflash.plan import sm90_forward
 from cuflash.problem.attention_problem import AttentionProblem
 
 _SHORT_QUERIES = 512  # up to so many queries, the heads that go together fill only half of `L2_BYTES`
@@ -26,7 +26,7 @@ def of_queries(problem: AttentionProblem, block_m: int = 128, packs_heads: bool 
     bytes_of_head = seqlen_k * (problem.head_dim + problem.head_dim_v) * HALF_BYTES
     l2_bytes = L2_BYTES // 2 if seqlen_q <= _SHORT_QUERIES else L2_BYTES
     fitting = max(l2_bytes // bytes_of_head, 1)
-    if seqlen_q >= LONG_QUERIES:
+    if seqlen_q >= sm90_forward.LONG_QUERIES:
         fitting = max(fitting, -(-_EVEN_TILES * block_m // (seqlen_q * problem.group_size)))
     mixed = min(fitting * problem.group_size, heads)
     return max(mixed // problem.group_size, 1) if packs_heads else mixed

@@ -29,7 +29,7 @@ no_compiler = pytest.mark.skipif(not device.available(), reason=device.NO_COMPIL
 @pytest.fixture(autouse=True)
 def large_grids(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let the small problems of tests take the kernels of large ones, however many multiprocessors there are."""
-    monkeypatch.setattr(sm90_grid, "_MOST_WAVES", 0)
+    monkeypatch.setattr(sm90_grid, "MANY_WAVES", 0)
     sm90_grid.for_grid.cache_clear()
     yield
     sm90_grid.for_grid.cache_clear()
@@ -38,7 +38,7 @@ def large_grids(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def small_grids(large_grids: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let problems take the kernels that are best for them."""
-    monkeypatch.setattr(sm90_grid, "_MOST_WAVES", 7)
+    monkeypatch.setattr(sm90_grid, "MANY_WAVES", 7)
 
 
 @pytest.fixture(params=[pytest.param("cpu device", marks=no_compiler), pytest.param("gpu", marks=pytest.mark.gpu)])
