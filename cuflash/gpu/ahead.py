@@ -21,7 +21,6 @@ from cuflash.gpu.params import Arrays
 from cuflash.kept import Kept
 from cuflash.plan.config import flags_of
 from cuflash.problem.attention_problem import WHOLE, Array
-from cuflash.rules.form import NO_RULES
 
 MOST_RECORDS = 4  # kernels of one set of options and direction, at most
 # These lengths (of queries, of keys) tell plans apart: few queries, few keys, many of both.
@@ -58,7 +57,7 @@ class Rehearsal(Work):
         """Note the candidates, and take the first of them without compiling it."""
         if not candidates:
             return ()
-        self.passes.append(_Pass(tuple(candidates), others_serve and self.problem.rules != NO_RULES))
+        self.passes.append(_Pass(tuple(candidates), others_serve))
         return candidates[0]
 
     def run(self, kernel: Kernel, arrays: Arrays) -> None:

@@ -238,16 +238,21 @@ class Work:
         return kernel
 
     def chosen_or_none(self, candidates: Iterable[K]) -> K | None:
-        """Do as `chosen`, but None where another family serves, as `chosen_pass` says."""
-        return next(iter(self.chosen_pass([(kernel,) for kernel in candidates], others_serve=True)), None)
+        """Do as `chosen`, but None where users' own rules spill in all candidates, as another family serves then.
+
+        How many registers a rule takes is met only here, while the tables of the forward pass know what built-in
+        options take.
+        """
+        has_rules = self.problem.rules != NO_RULES
+        return next(iter(self.chosen_pass([(kernel,) for kernel in candidates], others_serve=has_rules)), None)
 
     def chosen_pass(self, candidates: Sequence[tuple[K, ...]], others_serve: bool = False) -> tuple[K, ...]:
         """Return the first pass of a plan's candidates whose kernels spill no registers, as `choose` does.
 
-        Where another family takes the problem too (`others_serve`) and users' own rules spill in all candidates, there
-        is none: how many registers a rule takes is met only here, while tables know what the built-in options take.
+        There is none where all of them spill and another family takes the problem too (`others_serve`), as other
+        families take the gradients of any options.
         """
-        return choose(self.device, candidates, others_serve and self.problem.rules != NO_RULES)
+        return choose(self.device, candidates, others_serve)
 
     def run(self, kernel: Kernel, arrays: Arrays) -> None:
         """Enqueue a kernel on `arrays`, which are members of the parameter struct by name, and record the launch."""

@@ -14,6 +14,7 @@ from cuflash.gpu import split as gpu_split
 from cuflash.gpu.launch import Kernel, Work, batch_heads, num_tiles
 from cuflash.gpu.params import Arrays, num_key_splits
 from cuflash.plan import sm80_backward, sm80_forward, sm80_fp8, sm80_kinds, sm80_splits, sm80_wide
+from cuflash.plan.key_splits import merges_by_rows
 from cuflash.plan.record import Capability
 from cuflash.plan.sm80_backward import DQ, MAIN, ROWS, Sm80BackwardConfig
 from cuflash.plan.sm80_forward import Sm80QueryConfig
@@ -102,7 +103,7 @@ def _run_forward(work: Work, *plans: Plan, is_alike: bool = False, entry: str = 
     partials = key_splits.partial_results(work, num_splits)
     work.run(kernel, arrays | partials)
     if partials:
-        key_splits.merge(work, partials, sm80_splits.merges_by_rows(problem, num_splits))
+        key_splits.merge(work, partials, merges_by_rows(problem, num_splits))
     return True
 
 

@@ -16,8 +16,11 @@ from cuflash.gpu.params import SCORE_TENSORS, Arrays, num_key_splits
 from cuflash.gpu.persistent import Box, Persistent
 from cuflash.gpu.portable import WithoutTiles, slope_sums
 from cuflash.hardware import ALIGNMENT, HALF_BYTES, WARP
-from cuflash.plan import sm90_backward, sm90_forward, sm90_grid
-from cuflash.plan.sm90_forward import Layout, Sm90ForwardConfig
+from cuflash.plan import sm90_backward, sm90_forward, sm90_grid, sm90_order
+from cuflash.plan.key_splits import merges_by_rows
+from cuflash.plan.sm90_backward_config import Sm90BackwardConfig, with_query_splits
+from cuflash.plan.sm90_config import Sm90ForwardConfig
+from cuflash.plan.sm90_forward import Layout, has_few_queries
 from cuflash.plan.sm90_query_splits import WHOLE_QUERIES, QuerySplits, splits_of
 from cuflash.problem.attention_problem import Array, AttentionProblem
 
@@ -42,7 +45,7 @@ class Forward(Kernel):
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
         """Return the number of heads whose tiles are mixed, which is the order of tiles."""
         config = self.config
-        return {"num_grouped_heads": sm90_grid.num_grouped_heads(problem, config.block_m, config.packs_heads)}
+        return {"num_grouped_heads": sm90_order.of_queries(problem, config.block_m, config.packs_heads)}
 
     def extra_arguments(
         self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int
@@ -91,7 +94,7 @@ def forward(work: Work) -> bool:
         return True
     work.run(kernel, work.arrays | partials)
     if partials:
-        key_splits.merge(work, partials, sm90_grid.merges_by_rows(work.problem, num_splits))
+        key_splits.merge(work, partials, merges_by_rows(work.problem, num_splits, has_few_queries(work.problem)))
     return True
 
 
@@ -139,7 +142,7 @@ def _layout(work: Work, x: Array | None) -> Layout | None:
 class _OfQueries(WithoutTiles):
     """A kernel of the backward pass whose tiles are queries."""
 
-    config: sm90_backward.Sm90BackwardConfig
+    config: Sm90BackwardConfig
     splits: QuerySplits = WHOLE_QUERIES
 
     @property
@@ -189,7 +192,8 @@ class Gradients(_OfQueries):
 
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
         """Return the numbers of query tiles and splits, and of heads whose tiles are mixed."""
-        return super().numbers(problem) | {"num_grouped_heads": sm90_backward.last_heads(problem, self.config)}
+        alternates = self.config.ping_pong and not self.config.deterministic
+        return super().numbers(problem) | {"num_grouped_heads": sm90_order.last_of_keys(problem, alternates)}
 
     def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
         """Return the numbers of tiles (of one head, in all, once a split); two tiles of a cluster count as one."""
@@ -228,11 +232,12 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays, adds: bool = False) -
     is_split = not is_wide and not adds and bool(results)
     splits = splits_of(problem, configs[0], work.device.num_sms) if is_split else WHOLE_QUERIES
     if splits.in_all > 1:
-        configs = tuple(map(sm90_backward.with_query_splits, configs))
+        configs = tuple(map(with_query_splits, configs))
     of_results = [replace(config, wide_results=is_wide, adds_results=adds) for config in configs]
-    kernel = work.chosen_or_none(Gradients(config.entry, config, splits) for config in of_results)
-    if kernel is None:
+    chosen = work.chosen_pass([(Gradients(each.entry, each, splits),) for each in of_results], others_serve=True)
+    if not chosen:
         return None
+    (kernel,) = chosen
     config = kernel.config
     tiles = batch_heads(problem, problem.num_heads_q) * num_tiles(problem, problem.seqlen_q, config.block_m)
     rows = {name: work.empty((tiles, config.block_m), problem.accum_dtype) for name in ("row_lse", "row_delta")}

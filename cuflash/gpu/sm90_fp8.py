@@ -9,7 +9,9 @@ from cuflash.gpu import key_splits
 from cuflash.gpu.launch import Kernel, Work
 from cuflash.gpu.params import Arrays, num_key_splits
 from cuflash.gpu.persistent import Box, Persistent
-from cuflash.plan import sm90_fp8, sm90_grid
+from cuflash.plan import sm90_fp8, sm90_order
+from cuflash.plan.key_splits import merges_by_rows
+from cuflash.plan.sm90_forward import has_few_queries
 from cuflash.plan.sm90_fp8 import Sm90Fp8Config
 from cuflash.problem.attention_problem import AttentionProblem
 from cuflash.problem.fp8 import SCALES
@@ -28,7 +30,7 @@ class Forward(Kernel):
 
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
         """The number of heads whose tiles are mixed, which is the order of tiles."""
-        return {"num_grouped_heads": sm90_grid.num_grouped_heads(problem, self.config.block_m, packs_heads=False)}
+        return {"num_grouped_heads": sm90_order.of_queries(problem, self.config.block_m)}
 
     def extra_arguments(
         self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int
@@ -57,5 +59,5 @@ def forward(work: Work) -> bool:
     partials = key_splits.partial_results(work, num_splits)
     work.run(kernel, work.arrays | partials)
     if partials:
-        key_splits.merge(work, partials, sm90_grid.merges_by_rows(problem, num_splits))
+        key_splits.merge(work, partials, merges_by_rows(problem, num_splits, has_few_queries(problem)))
     return True

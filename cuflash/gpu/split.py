@@ -23,7 +23,7 @@ from cuflash.gpu.persistent import KeptMaps, TileCounter
 from cuflash.gpu.portable import WithoutTiles
 from cuflash.gpu.split_layout import OPERANDS, ROW_ALIGNMENT
 from cuflash.hardware import FLOAT_BYTES, HALF_BYTES, PANEL, SWIZZLE_BYTES, whole_rows
-from cuflash.plan import sm80_wide, sm90_backward, sm90_grid
+from cuflash.plan import sm80_wide, sm90_order
 from cuflash.plan import split as plan_split
 from cuflash.plan.entries import file_of, key_results
 from cuflash.problem.attention_problem import Array, AttentionProblem
@@ -151,7 +151,7 @@ class Forward(Kernel):
 
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
         """Return the number of heads whose tiles are mixed, which gives the order of tiles."""
-        return {"num_grouped_heads": sm90_grid.num_grouped_heads(problem)}
+        return {"num_grouped_heads": sm90_order.of_queries(problem)}
 
     def extra_arguments(
         self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int
@@ -172,8 +172,8 @@ class Gradient(Kernel):
 
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
         """Return the number of heads whose tiles are mixed, which gives the order of tiles."""
-        num_grouped_heads = (sm90_backward if self.of_keys else sm90_grid).num_grouped_heads
-        return {"num_grouped_heads": num_grouped_heads(problem)}
+        number_of = sm90_order.of_keys if self.of_keys else sm90_order.of_queries
+        return {"num_grouped_heads": number_of(problem)}
 
     def extra_arguments(
         self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int

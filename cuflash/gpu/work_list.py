@@ -18,8 +18,8 @@ from cuflash.gpu.portable import WithoutTiles
 from cuflash.plan import sm90_mixed
 from cuflash.plan.config import KernelConfig
 from cuflash.plan.portable import types_of
+from cuflash.plan.sm90_config import Sm90ForwardConfig
 from cuflash.plan.sm90_few_queries import SHORTEST_SPLIT
-from cuflash.plan.sm90_forward import Sm90ForwardConfig
 from cuflash.problem.attention_problem import AttentionProblem
 
 _THREADS = 256  # threads of a thread block of either kernel

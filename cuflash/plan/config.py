@@ -25,8 +25,6 @@ COLUMNS = 16  # half of v's columns is rounded up to a multiple of this
 _MOST_OPERATIONS = 150
 # Sines and cosines share at most so many bytes of local memory, for the digits of pi that a large number needs.
 _REDUCED_BYTES = {CPP_TYPES["float32"]: 32, CPP_TYPES["float64"]: 40}
-# Users read these words where a forward pass runs once for each half of v's columns.
-BY_HALVES = "; half of v's columns at a time"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +149,11 @@ def without_window(flags: tuple[str, ...]) -> set[str]:
 def are_products(flags: tuple[str, ...]) -> bool:
     """Return True if scores are products of q and k times the scale, with nothing added or applied to them."""
     return not {"has_softcap", "has_bias", "has_alibi", "has_score_mod"} & set(flags)
+
+
+def has_plain_scores(problem: AttentionProblem) -> bool:
+    """Return True if scores are such products, and kernels may multiply their scale by log2(e) in advance."""
+    return has_plain_scale(problem) and are_products(flags_of(problem))
 
 
 def flags_of(problem: AttentionProblem) -> tuple[str, ...]:

@@ -21,8 +21,6 @@ from cuflash.plan import (
     sm80_kinds,
     sm80_wide,
     sm80_wide_tiles,
-    split,
-    split_tiles,
 )
 from cuflash.plan.config import KNOWN_TO_ALL, OF_RULES, WIDEST
 from cuflash.plan.portable_tiles import OPERAND_ENTRIES, PORTABLE
@@ -37,7 +35,8 @@ _LENGTH = 4096  # queries and keys of a problem
 _SHORT = 256  # queries where few see a key
 _BLOCKS = 128, 64  # block sizes of masks
 _DRAWN = 1  # sets of options that are drawn for each head dims and dtype
-_WINDOW, _BLOCK_MASK = "has_window", "has_block_mask"
+WINDOW, BLOCK_MASK = "has_window", "has_block_mask"
+FP8_RESULTS = (*HALF_DTYPES, "float32")  # dtypes of results on codes
 _SCORES = 1, 1, 1, 1  # a shape that is broadcast
 # Rules of users' own, of which kernels are listed with the room alone: a score_mod and a mask_mod.
 _RULES: Any = (lambda s, b, h, i, j: s), (lambda b, h, i, j: i >= j)
@@ -48,13 +47,13 @@ def problem_of(
 ) -> AttentionProblem:
     """Return a problem with the options that flags of `KNOWN_TO_ALL` name, whose block mask has blocks of one size."""
     options: dict[str, dict[str, Any]] = {
-        _WINDOW: {"window_right": 0},
+        WINDOW: {"window_right": 0},
         "has_softcap": {"softcap": 30.0},
         "has_bias": {"bias": _SCORES, "bias_dtype": accum_of(dtype) if others.get("has_fp8_keys") else dtype},
         "has_mask": {"mask": _SCORES},
         "has_alibi": {"alibi": (1, 1)},
         "has_dropout": {"dropout_p": 0.1},
-        _BLOCK_MASK: {"block_mask": True, "block_size": (block, block)},
+        BLOCK_MASK: {"block_mask": True, "block_size": (block, block)},
     }
     given = {name: x for flag in flags if flag in options for name, x in options[flag].items()}
     of_score, of_mask = (rule if flag in flags else None for flag, rule in zip(OF_RULES, _RULES, strict=True))
@@ -65,19 +64,19 @@ def problem_of(
 def option_sets(name: str, lines: Sequence[Record[Any]], handled: Flags = KNOWN_TO_ALL) -> list[Flags]:
     """Return sets of options for the lines of some head dims, which are drawn for this `name`."""
     rng = random.Random(name)
-    found: list[Flags] = [(), (_WINDOW,), handled]
+    found: list[Flags] = [(), (WINDOW,), handled]
     for takes in dict.fromkeys(line.takes for line in lines):
-        alone = [flag for flag in takes.options or () if flag in handled and flag != _WINDOW]
+        alone = [flag for flag in takes.options or () if flag in handled and flag != WINDOW]
         if takes.most == 1 and alone:
             flag = rng.choice(alone)
             # Where a line is for one option, a window tells whether a step takes several listed tiles.
-            found += [(_WINDOW, flag)] if len(alone) > 1 else [(flag,), (_WINDOW, flag)]
+            found += [(WINDOW, flag)] if len(alone) > 1 else [(flag,), (WINDOW, flag)]
         if takes.least > 1 and len(alone) == takes.least:  # a line for these options beside each other
             found.append(tuple(alone))
-    others = [flag for flag in handled if flag != _WINDOW]
+    others = [flag for flag in handled if flag != WINDOW]
     for _ in range(_DRAWN):
         drawn = set(rng.sample(others, rng.randint(1, len(others) - 1)))
-        found.append((_WINDOW, *(flag for flag in others if flag in drawn)))
+        found.append((WINDOW, *(flag for flag in others if flag in drawn)))
     return list(dict.fromkeys(found))
 
 
@@ -88,7 +87,7 @@ def _by_head_dims(table: Sequence[Record[Any]]) -> dict[tuple[int, int], list[Re
     return found
 
 
-def _problems(
+def problems_of(
     table: Sequence[Record[Any]],
     dtype: str,
     handled: Flags = KNOWN_TO_ALL,
@@ -98,7 +97,7 @@ def _problems(
     """Yield problems of a dtype that take the lines of a table, with `option_sets` and those that are given `also`."""
     for dims, lines in _by_head_dims(table).items():
         for flags in dict.fromkeys((*option_sets(f"{lines[0].entries} {dims} {dtype}", lines, handled), *also)):
-            for block in _BLOCKS if _BLOCK_MASK in flags and len(flags) <= 2 else _BLOCKS[:1]:
+            for block in _BLOCKS if BLOCK_MASK in flags and len(flags) <= 2 else _BLOCKS[:1]:
                 yield problem_of(dtype, *dims, flags, block, **others)
 
 
@@ -115,7 +114,8 @@ def kernels(passes: Iterable[Pass]) -> Listed:
     yield from found.items()
 
 
-def _passes(answers: Iterable[Any], dtype: str) -> Iterator[Pass]:
+def passes_of(answers: Iterable[Any], dtype: str) -> Iterator[Pass]:
+    """Yield the answers of a plan, each of which has candidates of one kernel or several, where it has any."""
     for answer in answers:
         each = [candidate if isinstance(candidate, tuple) else (candidate,) for candidate in answer]
         if each:
@@ -125,8 +125,8 @@ def _passes(answers: Iterable[Any], dtype: str) -> Iterator[Pass]:
 def of_forward(capability: Capability, limit: int) -> Iterator[Pass]:
     """Yield forward kernels by mma.sync on 16 bits."""
     for dtype in sm80_forward.dtypes(capability):
-        problems = _problems(FORWARD, dtype, sm80_forward.HANDLES)
-        yield from _passes(_placed(sm80_forward.forward, problems, capability, limit), dtype)
+        problems = problems_of(FORWARD, dtype, sm80_forward.HANDLES)
+        yield from passes_of(_placed(sm80_forward.forward, problems, capability, limit), dtype)
 
 
 def _placed(
@@ -142,15 +142,15 @@ def _placed(
 def of_backward(capability: Capability, limit: int) -> Iterator[Pass]:
     """Yield the kernels of the backward pass by mma.sync on 16 bits."""
     for dtype in sm80_forward.dtypes(capability):
-        problems = list(_problems(BACKWARD, dtype))
+        problems = list(problems_of(BACKWARD, dtype))
         problems += [replace(p, deterministic=True) for p in problems if not p.block_mask]
         problems += [replace(p, seqlen_q=_SHORT) for p in problems if p.deterministic and p.softcap == 0]
         place = capability, limit
         with_slopes = partial(sm80_backward.backward, dslopes=True)
-        yield from _passes(_placed(with_slopes, problems, *place), dtype)
-        yield from _passes(_placed(partial(sm80_backward.all_keys, num_sms=1), _alone(dtype), *place), dtype)
-        yield from _passes(_placed(sm80_backward.of_queries, _problems(OF_QUERIES, dtype), *place), dtype)
-        yield from _passes(_placed(sm80_backward.of_bias, _with_bias(_problems(OF_BIAS, dtype)), *place), dtype)
+        yield from passes_of(_placed(with_slopes, problems, *place), dtype)
+        yield from passes_of(_placed(partial(sm80_backward.all_keys, num_sms=1), _alone(dtype), *place), dtype)
+        yield from passes_of(_placed(sm80_backward.of_queries, problems_of(OF_QUERIES, dtype), *place), dtype)
+        yield from passes_of(_placed(sm80_backward.of_bias, _with_bias(problems_of(OF_BIAS, dtype)), *place), dtype)
 
 
 def _alone(dtype: str) -> Iterator[AttentionProblem]:
@@ -161,7 +161,7 @@ def _alone(dtype: str) -> Iterator[AttentionProblem]:
             # Several thread blocks share a multiprocessor where there are more sequences than multiprocessors.
             sizes = {"batch": tile.min_blocks, "seqlen_q": tile.block_m, "seqlen_k": tile.block_n}
             yield replace(problem_of(dtype, *dims, ()), **sizes)
-    options = [flag for flag in KNOWN_TO_ALL if flag != _BLOCK_MASK]
+    options = [flag for flag in KNOWN_TO_ALL if flag != BLOCK_MASK]
     for line in by_dims[max(by_dims)]:
         with_all = problem_of(dtype, *max(by_dims), options)
         yield replace(with_all, seqlen_q=line.tile.block_m, seqlen_k=line.tile.block_n)
@@ -174,10 +174,10 @@ def _with_bias(problems: Iterable[AttentionProblem]) -> Iterator[AttentionProble
 def of_fp8(capability: Capability, limit: int) -> Iterator[Pass]:
     """Yield forward kernels by mma.sync on e4m3 codes, whose queries have 16 bits or are codes, too."""
     for number, dtype in enumerate(sm80_fp8.DTYPES):
-        result = dtype if dtype in HALF_DTYPES else sm80_fp8.RESULTS[number % len(sm80_fp8.RESULTS)]
+        result = dtype if dtype in HALF_DTYPES else FP8_RESULTS[number % len(FP8_RESULTS)]
         of_all: dict[str, Any] = {"has_fp8_keys": True, "out_dtype": result}
-        problems = [*_problems(FP8, dtype, sm80_forward.HANDLES, **of_all), *_of_few_rows(dtype, of_all)]
-        yield from _passes(_placed(sm80_fp8.forward, problems, capability, limit), dtype)
+        problems = [*problems_of(FP8, dtype, sm80_forward.HANDLES, **of_all), *_of_few_rows(dtype, of_all)]
+        yield from passes_of(_placed(sm80_fp8.forward, problems, capability, limit), dtype)
 
 
 def _of_few_rows(dtype: str, of_all: dict[str, Any]) -> Iterator[AttentionProblem]:
@@ -199,25 +199,10 @@ def of_wide(capability: Capability, limit: int) -> Iterator[Pass]:
             (sm80_wide_tiles.of_forward, sm80_wide.forward),
             (sm80_wide_tiles.of_backward, sm80_wide.backward),
         ):
-            problems = _problems(records(kind, limit), dtype, **precision)
-            yield from _passes((plan(p, True, capability, limit) for p in problems), dtype)
-        problems = _with_bias(_problems(sm80_wide_tiles.of_bias(kind, limit), dtype, **precision))
-        yield from _passes((sm80_wide.of_bias(p, True, capability, limit) for p in problems), dtype)
-
-
-def of_split_forward() -> Iterator[Pass]:
-    """Yield Hopper's forward kernels on float32 operands in float16 parts, which leave few registers to any option."""
-    for precision, parts in split.PARTS.items():
-        problems = _problems(split_tiles.FORWARD[parts], "float32", also=_EACH_OPTION, precision=precision)
-        yield from _passes(map(split.forward, problems), "float32")
-
-
-_EACH_OPTION: tuple[Flags, ...] = (
-    *((flag,) for flag in KNOWN_TO_ALL),
-    (_WINDOW, _BLOCK_MASK),
-    (_WINDOW, "has_dropout", _BLOCK_MASK),
-    tuple(flag for flag in KNOWN_TO_ALL if flag != _BLOCK_MASK),
-)
+            problems = problems_of(records(kind, limit), dtype, **precision)
+            yield from passes_of((plan(p, True, capability, limit) for p in problems), dtype)
+        problems = _with_bias(problems_of(sm80_wide_tiles.of_bias(kind, limit), dtype, **precision))
+        yield from passes_of((sm80_wide.of_bias(p, True, capability, limit) for p in problems), dtype)
 
 
 def of_splits(capability: Capability, limit: int) -> Iterator[Pass]:
@@ -239,7 +224,7 @@ def of_portable(limit: int) -> Iterator[Pass]:
                 problem_of(dtype, width, width, [flag for flag in _OF_CALLS if flag in {*flags, _ALWAYS.get(entry)}])
                 for flags, width in product(sets, widths)
             ]
-            yield from _passes((portable.plan(problem, entry, limit) for problem in problems), dtype)
+            yield from passes_of((portable.plan(problem, entry, limit) for problem in problems), dtype)
 
 
 # Places are those of parts, which no public call has: they are compiled and checked as parts are.

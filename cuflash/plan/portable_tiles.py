@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from cuflash.plan.record import ANYTHING, Record, Takes, records
+from cuflash.plan.record import ANYTHING, PLAIN, Record, Word, records
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,14 @@ class PortableTile:
 
 Line = Record[PortableTile]
 # Results of more columns than the widest class has are computed in slices, whose first column takes a register.
-IN_SLICES = "in_slices"
+IN_SLICES = Word("in slices")
 # The gradients of operands: by float additions, or in two passes that repeat their bits.
 OPERAND_ENTRIES = ("backward_operands", "operand_maxima", "operand_words")
 
 
 def _plain(*tile: int) -> Line:
-    """Return a line for problems without options but a window, in slices too."""
-    return Record(PortableTile(*tile), Takes((IN_SLICES,), 1))
+    """Return a line for problems without options but a window."""
+    return Record(PortableTile(*tile), PLAIN)
 
 
 def _any(*tile: int) -> Line:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, TypeVar
 
@@ -11,15 +11,19 @@ from cuflash.problem.attention_problem import AttentionProblem
 
 Capability = tuple[int, int]
 ANY: Capability = (99, 0)  # a capability that no GPU reaches
+AMPERE: Capability = (8, 0)
 HOPPER: Capability = (9, 0)
 BLACKWELL: Capability = (10, 0)  # from here on the compiler gives some kernels more registers
 
 # These take registers as options do: addresses or strides that are no multiples of 16 bytes, and a scale that kernels
 # may not multiply by log2(e) in advance.
 UNALIGNED, UNUSUAL_SCALE = "unaligned", "unusual_scale"
-# These are regimes, which a record takes or lacks beside any number of options: additions to dq have a fixed order, or
-# so few queries see a key, in a window, that steps at its ends count.
-IN_ORDER, SHORT = REGIMES = "in_order", "short"
+
+
+class Word(str):
+    """What a problem is like besides its options; a record takes it beside any number of these, and may need it."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True)
@@ -29,15 +33,13 @@ class Takes:
     options: tuple[str, ...] | None  # None is any, known here or not
     most: int  # so many of them beside each other
     least: int = 0  # with fewer, other kernels are faster
-    lacks: tuple[str, ...] = ()  # these it cannot take
-    needs: tuple[str, ...] = ()  # it is for problems with all of these
+    lacks: tuple[str, ...] = ()  # options and words that it cannot take
 
-    def all_of(self, asked: set[str]) -> bool:
-        """Return True if all of a set of options, and of regimes, can be taken at once."""
-        options = asked.difference(REGIMES)
+    def all_of(self, asked: Set[str]) -> bool:
+        """Return True if all of a set of options, which words may come with, can be taken at once."""
+        options = {x for x in asked if not isinstance(x, Word)}
         counts = self.least <= len(without_blocks_of_rule(options)) <= self.most
-        fitting = asked.isdisjoint(self.lacks) and asked.issuperset(self.needs)
-        return counts and fitting and (self.options is None or options <= {*self.options})
+        return counts and asked.isdisjoint(self.lacks) and (self.options is None or options <= {*self.options})
 
 
 PLAIN = Takes((), 0)
@@ -70,7 +72,7 @@ class Record(Generic[T]):
     tile: T
     takes: Takes = ANYTHING
     below: Capability = ANY  # GPUs from this capability on have too few registers
-    where: tuple[str, ...] = ()  # what a problem besides its options has to be like, in words of the table
+    needs: tuple[str, ...] = ()  # it is for problems with all of these options and words
     # `records` fills in these.
     entries: tuple[str, ...] = ()  # the kernels of one pass
     kind: str = ""  # the kind of products
@@ -106,17 +108,18 @@ def narrowest(table: Sequence[Record[T]], head_dim: int, head_dim_v: int) -> tup
 
 def candidates(
     lines: Sequence[Record[T]],
-    asked: set[str],
+    asked: Set[str],
     capability: Capability,
     fits: Callable[[Record[T]], bool],
     predicted: Callable[[Record[T]], float],
 ) -> tuple[Record[T], ...]:
     """Return the lines that a problem can take, each tile once, by their predicted times; equal ones as they stand.
 
-    `fits` asks for a line's shared memory, and for the lengths and blocks that it is made for.
+    `asked` has the problem's options and words. `fits` asks for a line's shared memory, and for the lengths and blocks
+    that it is made for.
     """
     found: dict[T, Record[T]] = {}
     for line in lines:
-        if line.takes.all_of(asked) and capability < line.below and fits(line):
+        if asked >= {*line.needs} and line.takes.all_of(asked) and capability < line.below and fits(line):
             found.setdefault(line.tile, line)
     return tuple(sorted(found.values(), key=predicted))

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cuflash.hardware import FLOAT_BYTES, HALF_BYTES, capability_of, smem_limit
+from cuflash.hardware import FLOAT_BYTES, HALF_BYTES
 from cuflash.kept import kept
 from cuflash.plan import sm80_times, sm80_wide
 from cuflash.plan.config import FLAGS, KNOWN_TO_ALL, OF_RULES, are_products, flags_of, not_taken, with_rules
-from cuflash.plan.record import Place, Record, asked_of, candidates, narrowest
+from cuflash.plan.record import HOPPER, Place, Record, asked_of, candidates, narrowest
 from cuflash.plan.sm80_forward import (
     SMEM_BESIDE_TILES,
     Sm80Config,
@@ -54,7 +54,7 @@ _MOST_ELEMENTS_ALONE = 1 << 14
 # A warp computes so many scores while its thread block begins and ends, and while a step waits for others.
 _LAUNCH, _STEP = 480, 250
 # GPUs from this capability on add to global memory by vectors of four floats, or in bulk out of shared memory.
-_LARGE_ADDS = (9, 0)
+_LARGE_ADDS = HOPPER
 ROWS, DQ = "backward_sm80_rows", "backward_sm80_dq"
 
 
@@ -230,16 +230,3 @@ def of_bias(problem: AttentionProblem, *place: Any) -> tuple[Sm80QueryConfig, ..
     configs = query_configs(replace(problem, bias=None), Place(*place), OF_BIAS, HANDLES, _smem_of_bias)
     with_bias = (replace(config, has_bias=True, plain_scores=False) for config in configs)
     return tuple(with_bias) or sm80_wide.of_bias(problem, *place)
-
-
-def reason(problem: AttentionProblem) -> str:
-    """A sentence for users: the backward kernels that a problem takes on GPUs other than Hopper."""
-    tiles = []
-    for name in ("sm_80", "sm_86"):
-        chosen = backward(problem, True, capability_of(name), smem_limit(name))
-        if not chosen:
-            own_options = not_taken(HANDLES, problem)
-            lacking = f"with {own_options}" if own_options else f"for {problem.dtype} of this size"
-            return f"portable kernels: mma.sync has none {lacking}"
-        tiles.append(f"{chosen[0][0].tile} on {name}")
-    return f"mma.sync, tiles of {', '.join(tiles)}"

@@ -10,26 +10,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from cuflash.hardware import FLOAT_BYTES, HALF_BYTES, WARP, capability_of, smem_limit
+from cuflash.hardware import FLOAT_BYTES, HALF_BYTES, WARP
 from cuflash.kept import kept
 from cuflash.plan import sm80_times
 from cuflash.plan.config import (
-    BY_HALVES,
     KNOWN_TO_ALL,
     OF_RULES,
     KernelConfig,
-    are_products,
     common,
     flags_of,
-    has_plain_scale,
+    has_plain_scores,
     not_taken,
-    of_half,
     with_rules,
     without_window,
 )
-from cuflash.plan.record import Capability, Place, Record, asked_of_scaled, candidates, narrowest
+from cuflash.plan.record import AMPERE, Capability, Place, Record, asked_of_scaled, candidates, narrowest
 from cuflash.plan.sm80_tiles import ENTRY, FORWARD, Records, Sm80Tile
-from cuflash.problem.attention_problem import AttentionProblem
+from cuflash.problem.attention_problem import HALF_DTYPES, AttentionProblem
 
 HANDLES = (*KNOWN_TO_ALL, *OF_RULES)  # the flags that the forward kernel knows
 # So many bytes of shared memory are no tile's: they tell which keys are seen, with the padding before them.
@@ -80,7 +77,7 @@ def dtypes(capability: Capability) -> tuple[str, ...]:
     """The 16-bit dtypes that mma.sync multiplies on a GPU of this capability."""
     if capability < (7, 5):
         return ()
-    return ("float16",) if capability < (8, 0) else ("float16", "bfloat16")
+    return ("float16",) if capability < AMPERE else HALF_DTYPES
 
 
 def _forward_smem(tile: Sm80Tile, row: Record[Sm80Tile]) -> int:
@@ -101,8 +98,8 @@ def constants(
     """Values for the fields that `Sm80Config` and its base have."""
     return {
         **common(family, problem.dtype, problem.bias_dtype, flags_of(problem), record, record.tile),
-        "product_depth": 16 if place.capability >= (8, 0) else 8,
-        "async_copies": place.capability >= (8, 0),
+        "product_depth": 16 if place.capability >= AMPERE else 8,
+        "async_copies": place.capability >= AMPERE,
         "aligned": place.aligned,
     }
 
@@ -148,7 +145,7 @@ def query_configs(
         is_copied = of_all["async_copies"] and place.aligned and of_all["bias_element"] == of_all["element"]
         return Sm80QueryConfig(
             entry=record.entries[0],
-            plain_scores=has_plain_scale(problem) and are_products(flags),
+            plain_scores=has_plain_scores(problem),
             smem_bytes=all_bytes(record),
             has_bias_tiles=bias_bytes(record) > 0 and is_copied,
             **of_all,
@@ -163,20 +160,3 @@ def query_configs(
 def forward(problem: AttentionProblem, *place: Any) -> tuple[Sm80QueryConfig, ...]:
     """The candidates for a problem's forward kernel; `place` has the fields of `Place`."""
     return query_configs(problem, Place(*place), FORWARD, HANDLES, _forward_smem)
-
-
-def reason(problem: AttentionProblem) -> str:
-    """A sentence for users: the forward kernels that a problem takes on GPUs other than Hopper."""
-    if problem.dtype not in dtypes((8, 0)):
-        return f"portable kernel: mma.sync has none for {problem.dtype} of this size"
-    whole = problem
-    if not_taken(HANDLES, whole):
-        problem = of_half(whole)
-    if not_taken(HANDLES, problem):
-        return f"portable kernel: mma.sync has none with {not_taken(HANDLES, whole)}"
-    older = (
-        "" if problem.dtype in dtypes((7, 5)) else f"; portable kernel on sm_75, which multiplies no {problem.dtype}"
-    )
-    tiles = {name: forward(problem, True, capability_of(name), smem_limit(name)) for name in ("sm_80", "sm_86")}
-    in_words = ", ".join(f"{configs[0].tile} on {name}" for name, configs in tiles.items() if configs)
-    return f"mma.sync, tiles of {in_words}{'' if problem is whole else BY_HALVES}{older}"

@@ -10,11 +10,11 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
-from cuflash.hardware import FLOAT_BYTES, HALF_BYTES, capability_of, smem_limit
+from cuflash.hardware import FLOAT_BYTES, HALF_BYTES
 from cuflash.kept import kept
 from cuflash.plan import sm80_forward
 from cuflash.plan.config import CPP_TYPES, not_taken
-from cuflash.plan.record import Capability, Place, Record
+from cuflash.plan.record import AMPERE, Capability, Place, Record
 from cuflash.plan.sm80_forward import Sm80QueryConfig, query_configs
 from cuflash.plan.sm80_tiles import FP8 as RECORDS
 from cuflash.plan.sm80_tiles import FP8_ENTRY as ENTRY
@@ -27,8 +27,6 @@ FLAG = "has_fp8"
 HANDLES = (*sm80_forward.HANDLES, FLAG)  # the flags that the kernel knows
 PAGED_ENTRY = "paged_fp8_forward_sm80"
 DTYPES = (*HALF_DTYPES, FP8)  # of queries
-RESULTS = (*HALF_DTYPES, "float32")
-_OLDEST: Capability = (8, 0)
 _OF_PRODUCTS: Capability = (8, 9)  # from here on mma.sync multiplies e4m3
 _CODE_BYTES = 1
 _KEYS_OF_PRODUCT = 32
@@ -62,7 +60,7 @@ def _has_whole_products(tile: Sm80Tile) -> bool:
 
 def takes(problem: AttentionProblem, capability: Capability) -> bool:
     """Return True if there is a kernel for a problem on e4m3 keys on GPUs of a capability."""
-    return problem.has_fp8_keys and capability >= _OLDEST and not not_taken(HANDLES, problem)
+    return problem.has_fp8_keys and capability >= AMPERE and not not_taken(HANDLES, problem)
 
 
 @kept
@@ -88,16 +86,3 @@ def forward(problem: AttentionProblem, *place: Any) -> tuple[Fp8Config, ...]:
         "multiplies_codes": multiplies,
     }
     return tuple(Fp8Config(**{f.name: getattr(c, f.name) for f in fields(c)} | of_codes) for c in configs)
-
-
-def reason(problem: AttentionProblem) -> str:
-    """A sentence for users: the forward kernels that a problem on e4m3 keys takes."""
-    if not_taken(HANDLES, problem):
-        return f"converted to float32: mma.sync on e4m3 has none with {not_taken(HANDLES, problem)}"
-    tiles = {name: forward(problem, True, capability_of(name), smem_limit(name)) for name in ("sm_80", "sm_89")}
-    named = ", ".join(
-        f"{configs[0].tile} on {name}{' by products of codes' if configs[0].multiplies_codes else ''}"
-        for name, configs in tiles.items()
-        if configs
-    )
-    return f"mma.sync on e4m3 keys, tiles of {named}; converted to float32 on GPUs older than sm_80"

@@ -8,21 +8,14 @@ from __future__ import annotations
 import re
 
 from cuflash.hardware import FLOAT_BYTES, HALF_BYTES
-from cuflash.plan.record import BLACKWELL, Capability
+from cuflash.plan.record import AMPERE, BLACKWELL, HOPPER, Capability
 from cuflash.plan.split import KEY_PARTS, PARTS
 from cuflash.problem.attention_problem import AttentionProblem
 
 # float16 parts of an element of v and dout, by kind of products; float64 has whole elements.
 PARTS_OF = {"float32": PARTS[None], "tf32": PARTS["tf32"], "float64": 0}
-# These words tell users how each kind multiplies, and with which error.
-PRODUCTS = {
-    "float32": "float16 parts, float32's error",
-    "tf32": "one product of float16 each, TF32's error",
-    "float64": "float64 products",
-}
-_AMPERE = (8, 0)
 # The GPUs whose products of float64 are faster than their multiply-adds.
-FLOAT64 = (8, 0), (9, 0)
+FLOAT64 = AMPERE, HOPPER
 # These words in a card's name tell that it adds products of float16 in float32 at half the rate, which nothing else
 # tells. Exact float32 takes 4.5 products for a multiply-add, which pays there only in gradients up to head dim 64.
 HALF_RATE = "GeForce", "A10G", "L20", "L40", "GB10"
@@ -41,7 +34,7 @@ def pays(problem: AttentionProblem, name: str, gradients: bool) -> bool:
 
 def multiplies(kind: str, capability: Capability) -> bool:
     """Return True if products of this kind are faster than multiply-adds."""
-    return capability in FLOAT64 if kind == "float64" else kind in PARTS_OF and capability >= _AMPERE
+    return capability in FLOAT64 if kind == "float64" else kind in PARTS_OF and capability >= AMPERE
 
 
 def dtype_of(kind: str) -> str:

@@ -11,10 +11,9 @@ import math
 from dataclasses import replace
 from typing import TypeVar
 
-from cuflash.hardware import WARP
 from cuflash.kept import kept
+from cuflash.plan.key_splits import NUMBERS, keys_seen, merging_us, per_sequence, rows_of
 from cuflash.plan.sm80_forward import Sm80QueryConfig
-from cuflash.plan.sm90_times import merging_us
 from cuflash.problem.attention_problem import WHOLE, AttentionProblem
 from cuflash.rules.form import NO_RULES
 
@@ -28,8 +27,6 @@ _FEWEST_STEPS = 2  # tiles of keys of a split: fewer take no shorter than a laun
 _MOST_ROUNDS = 2  # so many thread blocks one after the other, at most, where there are several splits
 # Predictions that differ by less are the same; then fewer splits win, as their partial results take less memory.
 _EQUAL = 0.05
-_FEW_ROWS = 2048  # rows that are merged by a thread block each: more fill the GPU with a warp each
-_SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
 Config = TypeVar("Config", bound=Sm80QueryConfig)
 
@@ -75,11 +72,6 @@ def _of_rows(problem: AttentionProblem, shape: tuple[int, ...] | None) -> tuple[
     return shape[0], problem.num_heads_kv, problem.group_size, shape[3]
 
 
-def merges_by_rows(problem: AttentionProblem, num_splits: int) -> bool:
-    """Return True if a warp merges the splits of a row; a thread block, which reads many at once, does if not."""
-    return num_splits <= WARP and _rows(problem) > _FEW_ROWS
-
-
 def _num_splits(problem: AttentionProblem, config: Sm80QueryConfig, num_sms: int) -> int:
     # With splits of one size keys stay whole, so that packed and padded calls give a row the same bits.
     if problem.is_empty or problem.split_size is not None:
@@ -89,7 +81,7 @@ def _num_splits(problem: AttentionProblem, config: Sm80QueryConfig, num_sms: int
         return min(problem.num_splits, steps)  # a split needs a tile of keys to compute
     if _tiles(problem, config) >= num_sms * config.min_blocks:
         return 1
-    tried = [n for n in _SPLITS if n == 1 or _may_pay(problem, config, n, num_sms)]
+    tried = [n for n in NUMBERS if n == 1 or _may_pay(problem, config, n, num_sms)]
     times = {n: predicted_us(problem, config, n, num_sms) for n in tried}
     bound = min(times.values()) * (1 + _EQUAL)
     return next(n for n in tried if times[n] <= bound)
@@ -102,7 +94,7 @@ def predicted_us(problem: AttentionProblem, config: Sm80QueryConfig, num_splits:
     step = _STEP + decoding + 2 * config.block_m * config.block_n * columns / _FLOPS
     steps = math.ceil(_steps(problem, config) / num_splits)
     rounds = math.ceil(_tiles(problem, config) * num_splits / (num_sms * config.min_blocks))
-    return rounds * (steps * step + _TILE) + merging_us(_rows(problem), problem.head_dim_v, num_splits)
+    return rounds * (steps * step + _TILE) + merging_us(rows_of(problem), problem.head_dim_v, num_splits)
 
 
 def _may_pay(problem: AttentionProblem, config: Sm80QueryConfig, num_splits: int, num_sms: int) -> bool:
@@ -112,25 +104,11 @@ def _may_pay(problem: AttentionProblem, config: Sm80QueryConfig, num_splits: int
 
 
 def _steps(problem: AttentionProblem, config: Sm80QueryConfig) -> int:
-    """Tiles of keys that a tile of queries sees, at most; of packed sequences the mean length counts."""
-    keys = _per_sequence(problem, problem.seqlen_k)
-    if problem.pages is not None:  # a table may be much wider than what the pool can hold for each sequence
-        keys = min(keys, math.ceil(problem.pages.num_pages * problem.pages.page_size / problem.batch))
-    if problem.window_left is not None and problem.window_right is not None:
-        of_tile = min(config.block_m, _per_sequence(problem, problem.seqlen_q))
-        keys = min(keys, problem.window_left + problem.window_right + of_tile)
-    return max(math.ceil(keys / config.block_n), 1)
+    """Tiles of keys that a tile of queries sees, at most."""
+    return math.ceil(keys_seen(problem, config.block_m) / config.block_n)
 
 
 def _tiles(problem: AttentionProblem, config: Sm80QueryConfig) -> int:
     """Tiles of queries; of packed sequences those of their mean length."""
-    of_sequence = math.ceil(_per_sequence(problem, problem.seqlen_q) / config.block_m)
+    of_sequence = math.ceil(per_sequence(problem, problem.seqlen_q) / config.block_m)
     return of_sequence * problem.num_heads_q * problem.batch
-
-
-def _rows(problem: AttentionProblem) -> int:
-    return problem.seqlen_q * problem.num_heads_q * (1 if problem.packed else problem.batch)
-
-
-def _per_sequence(problem: AttentionProblem, rows: int) -> int:
-    return math.ceil(rows / problem.batch) if problem.packed else rows

@@ -9,35 +9,28 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cuflash.hardware import FLOAT_BYTES, capability_of, smem_limit
+from cuflash.hardware import FLOAT_BYTES
 from cuflash.kept import kept
 from cuflash.plan import sm80_times
 from cuflash.plan.config import (
-    BY_HALVES,
     KNOWN_TO_ALL,
     OF_RULES,
-    are_products,
     common,
     flags_of,
-    has_plain_scale,
+    has_plain_scores,
     not_taken,
-    of_half,
     with_rules,
 )
 from cuflash.plan.entries import key_results
-from cuflash.plan.record import UNUSUAL_SCALE, Place, Record, asked_of_scaled, candidates, narrowest
+from cuflash.plan.record import HOPPER, UNUSUAL_SCALE, Place, Record, asked_of_scaled, candidates, narrowest
 from cuflash.plan.sm80_forward import SMEM_BESIDE_TILES, Sm80QueryConfig, fits
 from cuflash.plan.sm80_kinds import (
-    FLOAT64,
-    HALF_RATE,
     PARTS_OF,
-    PRODUCTS,
     dtype_of,
     element_bytes,
     has_few_registers,
     kind_of,
     multiplies,
-    pays,
 )
 from cuflash.plan.sm80_tiles import Records, Sm80Tile
 from cuflash.plan.sm80_wide_tiles import of_backward, of_forward
@@ -94,7 +87,7 @@ class _Pass:
             "product_depth": 16 if parts else 8,
             "async_copies": True,
             "aligned": self.place.aligned,
-            "plain_scores": has_plain_scale(problem) and are_products(flags),
+            "plain_scores": has_plain_scores(problem),
             "unroll": unroll if self.asked else 2 if parts else 4,
             "sum_columns": (16 if parts else 8) if self.asked else sum_columns,
             "parts": parts,
@@ -142,7 +135,7 @@ def forward(problem: AttentionProblem, *place: Any) -> tuple[WideConfig, ...]:
         sum_columns = 64 if has_room and record.head_dim <= 192 and record.tile.block_n != 32 else 32
         return WideConfig(
             entry=record.entries[0],
-            whole_products=own.kind == "float64" and own.place.capability >= (9, 0) and not own.asked,
+            whole_products=own.kind == "float64" and own.place.capability >= HOPPER and not own.asked,
             smem_bytes=smem_bytes(record),
             **own.constants(record, record.tile, sum_columns, 2 if has_room else 1),
         )
@@ -168,7 +161,7 @@ def _gradients(own: _Pass, record: Record[Sm80Tile], less_unrolled: int = 0) -> 
     """The configurations of the kernels of a record, with fewer rows where its tile does not fit."""
     parts, tile = own.parts, record.tile
     shares = tile.key_warps > 1
-    takes_wider = not parts and own.place.capability >= (9, 0)
+    takes_wider = not parts and own.place.capability >= HOPPER
     # A warp that has half of a result's columns holds many sums, so its loop is not unrolled.
     unroll = 1 if takes_wider and tile.key_warps == 2 else _unroll(parts) - less_unrolled
     sum_columns = 64 if parts > 1 and tile.stages > 1 else 32  # 32 columns take more registers than two stages leave
@@ -223,7 +216,7 @@ def of_bias(problem: AttentionProblem, *place: Any) -> tuple[WideGradientConfig,
         in_chunks = record.tile.stages > 1
         config = WideGradientConfig(
             entry=record.entries[0],
-            whole_products=own.kind == "float64" and own.place.capability >= (9, 0) and (in_chunks or not own.asked),
+            whole_products=own.kind == "float64" and own.place.capability >= HOPPER and (in_chunks or not own.asked),
             of_keys=False,
             computes_dk=False,
             computes_dv=False,
@@ -235,27 +228,3 @@ def of_bias(problem: AttentionProblem, *place: Any) -> tuple[WideGradientConfig,
 
     found = own.candidates(of_bias_records(own.kind, own.place.limit), smem_bytes)
     return tuple(with_rules(config_of(record), problem) for record in found)
-
-
-def reason(problem: AttentionProblem, gradients: bool) -> str:
-    """A sentence for users on the kernels of a pass; empty where it has none of these."""
-    kind = kind_of(problem)
-    if kind not in PARTS_OF or not _tiles(problem, False, "sm_80"):
-        return ""
-    architectures = ", ".join("sm_{}{}".format(*x) for x in FLOAT64) if kind == "float64" else "sm_80 and later"
-    tiles = _tiles(problem, gradients, "sm_80")
-    what = f"mma.sync on {architectures}, {PRODUCTS[kind]}, tiles of {tiles}"
-    if kind == "float32":
-        in_99_kb = _tiles(problem, gradients, "sm_86")
-        if in_99_kb and not pays(problem, HALF_RATE[0], gradients):
-            in_99_kb += f" (portable on {', '.join(HALF_RATE)})"
-        what += f"; in 99 KB of shared memory {in_99_kb or 'portable'}"
-    return what if tiles else "portable kernels"
-
-
-def _tiles(problem: AttentionProblem, gradients: bool, name: str) -> str:
-    place = True, capability_of(name), smem_limit(name)
-    if gradients:
-        return ", ".join(f"{c.entry} {c.tile}" for c in next(iter(backward(problem, *place)), ()))
-    whole, half = (forward(p, *place) for p in (problem, of_half(problem)))
-    return f"{(whole or half)[0].entry} {(whole or half)[0].tile}{'' if whole else BY_HALVES}" if half else ""

@@ -5,24 +5,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
-
 from cuflash import hardware
 from cuflash.hardware import (
     ALIGNMENT,
     FLOAT_BYTES,
     HALF_BYTES,
-    L2_BYTES,
     PANEL,
-    ROWS_OF_WARP,
     ROWS_OF_WARPGROUP,
     whole_rows,
 )
 from cuflash.kept import kept
 from cuflash.plan import sm90_forward
 from cuflash.plan.config import (
-    FLAGS,
     KNOWN_TO_ALL,
     OF_RULES,
     are_products,
@@ -32,112 +26,37 @@ from cuflash.plan.config import (
     with_rules,
     without_window,
 )
-from cuflash.plan.record import HOPPER, IN_ORDER, SHORT, Record, candidates, narrowest
+from cuflash.plan.record import HOPPER, Record, candidates, narrowest
+from cuflash.plan.sm90_backward_config import Sm90BackwardConfig, with_dslopes
 from cuflash.plan.sm90_backward_tiles import (
     BIAS_BY_ELEMENTS,
+    IN_ORDER,
     MASK_BY_ELEMENTS,
     NARROW,
     NARROW_TABLE,
+    SHORT,
     SIGNED,
-    TAKEN,
     WIDE,
     WIDE_TABLE,
     Sm90BackwardTile,
 )
-from cuflash.plan.sm90_forward import DTYPES, SMEM_BESIDE_TILES, Layout, Sm90Config, has_vectors
-from cuflash.problem.attention_problem import AttentionProblem
-from cuflash.rules.form import NO_RULES
+from cuflash.plan.sm90_config import SMEM_BESIDE_TILES
+from cuflash.plan.sm90_forward import Layout, has_vectors
+from cuflash.plan.sm90_order import queries_seen
+from cuflash.problem.attention_problem import HALF_DTYPES, AttentionProblem
 
 HANDLES = (*KNOWN_TO_ALL, *OF_RULES)  # the flags that these kernels know
 # ROWS runs before the main kernel and prepares what that loads of each query. DQ runs last and writes dq from sums.
 ROWS, DQ = "backward_sm90_rows", "backward_sm90_dq"
-_SHORT = 4096  # most queries that see a key where they are few
+FEW_SEEN = 4096  # most queries that see a key where they are few
 _GROUP_OF_DRAWS = 16  # queries whose random bits are drawn at once
-_EARLY_DRAWS_OF_SPLITS = 3  # groups of them that are drawn early where thread blocks share queries
 # A tile's dq has so many sums where additions have an order, so that an addition waits for the last but one. With a
 # diagonal few wait, and one sum is enough.
 _DQ_SUMS = 2
 
-_ROW_WARPGROUPS = 7  # computing warpgroups of ROWS and DQ
 # Predicted times are that of a tile's loads, which its rows share, and these of a step, chosen so that records keep
 # their order: the wait for queries, which buffers of them share, and the additions to dq, which a pair shares.
 _WAIT, _ADDITIONS = 1e-3, 1e-3
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sm90BackwardConfig(Sm90Config):
-    """The configuration of the kernels of one backward pass."""
-
-    query_stages: int  # buffers of queries
-    dout_stages: int  # buffers of dout
-    ds_stages: int  # buffers of the scores' gradients
-    key_stages: int  # buffers of keys
-    dq_stages: int  # buffers of each part of dq
-    dq_pieces: int  # parts into which a tile's dq is cut, by queries or by columns
-    dq_columns: int  # columns of a part
-    pair: int  # thread blocks of a cluster that alternate in computing dq
-    dq_sums: int  # sums of a tile's dq that alternate in taking additions, where these have an order
-    dq_registers: int  # registers of a thread that computes dq, where a warpgroup does nothing else
-    early_draws: int  # groups of 16 queries whose random bits are drawn before their weights are known
-    holds_draws: bool  # the draws are held back until the products have started
-    deterministic: bool  # additions to dq have a fixed order
-    first_addition_stores: bool  # the first addition to a sum of dq is a store, so that nobody clears the sum
-    has_bias_tiles: bool  # TMA loads the bias; else it is read element by element
-    has_mask_vectors: bool  # a mask is read 16 keys at a time; else element by element
-    writes_dbias: bool  # the kernel writes dbias, which has one element for each score
-    writes_dslopes: bool  # the kernel adds up the gradient of ALiBi's slopes
-    wide_results: bool  # dq, dk and dv are float32, so that shares of several calls are added before they are rounded
-    adds_results: bool  # dq, dk and dv are added to what the arrays hold
-    splits_queries: bool  # several thread blocks share the queries of a tile of keys, and write float32 dk and dv each
-    query_warps: int = 1  # a warp computes with all queries of a tile, at once: see `sm80_backward`
-    query_passes: int = 1
-
-    @property
-    def of_rows(self) -> Sm90BackwardConfig:
-        """The configuration of the kernels ROWS and DQ, whose stages are their own (cuda_src/sm90/backward/rows.cu)."""
-        # With a bias or a rule, whose text ROWS does not need, lse keeps its units.
-        known = {"has_bias", "has_window"} if self.writes_dbias else {"has_bias", "has_score_mod"}
-        flags: dict[str, Any] = {flag: getattr(self, flag) and flag in known for flag in FLAGS}
-        stage_bytes = 2 * self.block_m * whole_rows(HALF_BYTES * self.head_dim_v)
-        room, consumers = hardware.SMEM_BYTES - SMEM_BESIDE_TILES, _ROW_WARPGROUPS
-        stages = room // stage_bytes
-        stages -= stages % min(stages, consumers)
-        sum_bytes = self.dq_sums * ROWS_OF_WARPGROUP * self.dq_columns * FLOAT_BYTES
-        sum_stages = room // sum_bytes // consumers * consumers
-        return replace(
-            self,
-            block_n=self.block_n if self.writes_dbias else ROWS_OF_WARPGROUP,
-            consumers=consumers,
-            producer_registers=0,
-            consumer_registers=0,
-            dq_registers=0,
-            early_draws=0,
-            holds_draws=False,
-            query_stages=sum_stages,
-            dout_stages=stages,
-            key_stages=1,
-            dq_stages=1,
-            pair=1,
-            smem_bytes=hardware.SMEM_BYTES,
-            plain_scores=True,
-            has_bias_tiles=False,
-            has_mask_vectors=False,
-            rules=NO_RULES,
-            rule_in_blocks=False,
-            splits_queries=False,
-            **flags,
-        )
-
-    @property
-    def slope_sums(self) -> int:
-        """The sums of the slopes' gradient that the warps of thread blocks with a tile of keys have, or with a pair."""
-        warpgroups = self.consumers if self.entry == NARROW else self.pair
-        return warpgroups * ROWS_OF_WARPGROUP // ROWS_OF_WARP
-
-    @property
-    def dq_tile(self) -> int:
-        """Elements of a query tile's dq in the sum of dq (cuda_src/sm90/backward/rows.cuh)."""
-        return self.dq_pieces * ROWS_OF_WARPGROUP * self.dq_columns
 
 
 def _buffers(record: Record[Sm90BackwardTile], asked: set[str]) -> dict[str, int]:
@@ -192,7 +111,7 @@ def _asked(problem: AttentionProblem, bias_tiles: bool, mask_vectors: bool) -> s
     if "has_mask" in asked and not mask_vectors:
         asked = asked - {"has_mask"} | {MASK_BY_ELEMENTS}
     in_window = "has_window" in flags_of(problem)
-    regimes = {IN_ORDER: problem.deterministic, SHORT: in_window and queries_seen(problem) <= _SHORT}
+    regimes = {IN_ORDER: problem.deterministic, SHORT: in_window and queries_seen(problem) <= FEW_SEEN}
     return asked | {regime for regime, holds in regimes.items() if holds}
 
 
@@ -201,15 +120,14 @@ def _chosen(
 ) -> tuple[set[str], tuple[Record[Sm90BackwardTile], ...]]:
     """Return what of a problem takes registers, and its records, where TMA can load the bias and a mask has vectors."""
     asked = _asked(problem, bias_tiles, mask_vectors)
-    dims = problem.head_dim, problem.head_dim_v
-    if not any(line.takes.all_of(asked) for line in narrowest(TAKEN, *dims)):
-        return asked, ()
 
     def fits(record: Record[Sm90BackwardTile]) -> bool:
         signed = WIDE in record.entries and asked >= SIGNED
         return not signed and _buffers(record, asked)["smem_bytes"] <= hardware.SMEM_BYTES
 
-    lines = [line for table in (NARROW_TABLE, WIDE_TABLE) for line in narrowest(table, *dims)]
+    lines = [
+        line for table in (NARROW_TABLE, WIDE_TABLE) for line in narrowest(table, problem.head_dim, problem.head_dim_v)
+    ]
     found = candidates(lines, asked, HOPPER, fits, _predicted)
     # No tile of the widest head dims leaves room for tiles of a bias.
     return (asked, found) if found or not bias_tiles else _chosen(problem, False, mask_vectors)
@@ -225,7 +143,6 @@ def _config_of(
         entry=record.entries[0],
         dq_sums=_DQ_SUMS if in_order and not flags else 1,
         early_draws=_early_draws(record, flags),
-        holds_draws=False,
         deterministic=in_order,
         first_addition_stores=in_order or is_narrow,
         ping_pong=is_narrow,
@@ -233,23 +150,9 @@ def _config_of(
         has_bias_tiles="has_bias" in asked,
         has_mask_vectors="has_mask" in asked,
         writes_dbias=writes_dbias and is_narrow and "has_bias" in asked,
-        writes_dslopes=False,
-        wide_results=False,
-        adds_results=False,
-        splits_queries=False,
         **constants,
     )
     return with_rules(config, problem)
-
-
-def with_query_splits(config: Sm90BackwardConfig) -> Sm90BackwardConfig:
-    """Return the configuration of a kernel whose thread blocks share the queries of a tile of keys.
-
-    Float32 results take registers that are left where fewer random bits are drawn early.
-    """
-    holds = config.has_dropout and config.entry == NARROW
-    early_draws = min(config.early_draws, _EARLY_DRAWS_OF_SPLITS) if holds else config.early_draws
-    return replace(config, splits_queries=True, early_draws=early_draws, holds_draws=holds)
 
 
 def _early_draws(record: Record[Sm90BackwardTile], flags: tuple[str, ...]) -> int:
@@ -294,7 +197,7 @@ def backward(
     """
     if obstacle(problem) or not all(sm90_forward.expressible(*layout) for layout in layouts):
         return ()
-    in_tiles = problem.bias_dtype in DTYPES and not problem.packed and has_vectors(bias, HALF_BYTES)
+    in_tiles = problem.bias_dtype in HALF_DTYPES and not problem.packed and has_vectors(bias, HALF_BYTES)
     in_tiles = in_tiles and problem.rules.score is None
     in_vectors = has_vectors(mask, 1) and mask is not None and mask[1][-1] % ALIGNMENT == 0
     asked, found = _chosen(problem, in_tiles, in_vectors)
@@ -304,58 +207,8 @@ def backward(
     return tuple(map(with_dslopes, configs)) if dslopes else configs
 
 
-def with_dslopes(config: Sm90BackwardConfig) -> Sm90BackwardConfig:
-    """Return the configuration of a kernel that adds up the slopes' gradient, or the same one where it cannot.
-
-    That gradient comes from those of scores before softcap's derivative. Beside a rule, and in WIDE beside a bias, the
-    weights are multiplied by this derivative before.
-    """
-    others = config.has_score_mod or (config.has_bias and config.entry == WIDE)
-    if not config.has_alibi or (config.has_softcap and others):
-        return config
-    # A step has the place of the sums, too, for which there may be no room.
-    steps = SMEM_BESIDE_TILES if config.deterministic and config.entry == WIDE else 0
-    smem_bytes = config.smem_bytes + steps
-    return replace(config, writes_dslopes=True, smem_bytes=smem_bytes) if smem_bytes <= hardware.SMEM_BYTES else config
-
-
 def _is_whole(problem: AttentionProblem) -> bool:
     """Return True if the gradient of a bias has one element for each score, and its rows are vectors of 16 bytes."""
     scores = (problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k)
     vectors = problem.seqlen_k * HALF_BYTES % ALIGNMENT == 0
     return problem.bias == scores and problem.bias_dtype == problem.dtype and vectors
-
-
-def reason(problem: AttentionProblem) -> str:
-    """A sentence for users: the kernels that a backward pass takes on Hopper, and why."""
-    if obstacle(problem):
-        return f"{sm90_forward.OTHER_GPUS}: {obstacle(problem)}"
-    by_elements = _chosen(problem, mask_vectors=False)
-    asked, found = by_elements if by_elements[1] else _chosen(problem)
-    config = _config_of(found[0], problem, asked)
-    return (
-        f"wgmma and TMA, tiles of {config.tile}, {config.smem_bytes} bytes of shared memory: {config.flags}; "
-        f"{sm90_forward.OTHER_GPUS} where an address or a stride of an input is no multiple of 16 bytes"
-    )
-
-
-def num_grouped_heads(problem: AttentionProblem) -> int:
-    """The number of KV heads (of all sequences) whose queries, dout and sums of dq fit in L2 together."""
-    sequences = 1 if problem.packed else problem.batch
-    row_bytes = problem.head_dim * (HALF_BYTES + FLOAT_BYTES) + problem.head_dim_v * HALF_BYTES
-    fitting = L2_BYTES // (problem.seqlen_q * row_bytes * problem.group_size)
-    return min(max(fitting, 1), problem.num_heads_kv * sequences)
-
-
-def last_heads(problem: AttentionProblem, config: Sm90BackwardConfig) -> int:
-    """The number of last KV heads whose tiles of keys are mixed, the longest first, while dq of others is written."""
-    if not config.ping_pong or config.deterministic:
-        return num_grouped_heads(problem)
-    # All tiles have one length in a narrow window, so that one head suffices.
-    return 1 if 4 * queries_seen(problem) <= problem.seqlen_q else max(num_grouped_heads(problem), 8)
-
-
-def queries_seen(problem: AttentionProblem) -> int:
-    """Return the number of queries that see one key."""
-    left, right = problem.window_left, problem.window_right
-    return problem.seqlen_q if left is None or right is None else min(left + right + 1, problem.seqlen_q)

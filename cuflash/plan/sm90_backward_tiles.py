@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from cuflash.plan.config import OF_RULES
-from cuflash.plan.record import ANYTHING, IN_ORDER, SHORT, Record, Takes, one_of, records
+from cuflash.plan.record import ANYTHING, Record, Takes, Word, one_of, records
 
 # Computing warpgroups of NARROW have 64 keys each. The warpgroups of WIDE, which is for wide heads, share 64 keys, of
 # which they compute dv, dk and dq.
 NARROW, WIDE = "backward_sm90", "backward_sm90_wide"
 # A bias that TMA cannot load, and a mask without vectors of 16 keys, are options of their own.
 BIAS_BY_ELEMENTS, MASK_BY_ELEMENTS = "bias_by_elements", "mask_by_elements"
+IN_ORDER = Word("in order")  # additions to dq have a fixed order
+SHORT = Word("short")  # so few queries see a key, in a window, that steps at its ends count
 
 
 @dataclass(frozen=True)
@@ -36,50 +38,19 @@ _SOFTCAP, _ALIBI, _DROPOUT, _BLOCKS = "has_softcap", "has_alibi", "has_dropout",
 _BLOCKS_OF_RULE = "has_mask_mod", _BLOCKS
 _BIAS, _MASK = ("has_bias", BIAS_BY_ELEMENTS), ("has_mask", MASK_BY_ELEMENTS)
 _WITHOUT_ARRAYS = Takes((_SOFTCAP, _ALIBI, _DROPOUT), 3)
-_RULED = tuple(replace(ANYTHING, needs=(rule,)) for rule in OF_RULES)
 
 
-def _lines(tile: Sm90BackwardTile, *takes: Takes) -> Records:
-    return tuple(Record(tile, each) for each in takes)
+def _lines(tile: Sm90BackwardTile, *takes: Takes, needs: tuple[str, ...] = ()) -> Records:
+    return tuple(Record(tile, each, needs=needs) for each in takes)
 
 
-def _without(*options: str, needs: tuple[str, ...] = ()) -> Takes:
-    return replace(ANYTHING, lacks=options, needs=needs)
+def _without(*options: str) -> Takes:
+    return replace(ANYTHING, lacks=options)
 
 
 def _free(*options: str) -> Takes:
     """Return what takes one of the options where additions to dq have no order, which would take its registers."""
     return replace(one_of(*options), lacks=(IN_ORDER,))
-
-
-# Sets of options for which there are registers at all, by head dims; the compiler tells which of them suffice beside
-# users' own rules. With head dims up to 128, a mask that is read by elements comes alone, as beside another option the
-# kernels by mma.sync are faster.
-_BESIDE_BIAS = Takes(None, 3, lacks=(*_MASK, _DROPOUT))
-_NARROW_TAKEN = (
-    one_of(MASK_BY_ELEMENTS),
-    _without(*_BIAS, MASK_BY_ELEMENTS),
-    _BESIDE_BIAS,
-    *(replace(takes, lacks=(MASK_BY_ELEMENTS,)) for takes in _RULED),
-)
-TAKEN: tuple[Record[None], ...] = tuple(
-    record
-    for d, sets in (
-        (64, (
-            *_NARROW_TAKEN,
-            Takes(None, 3, lacks=(MASK_BY_ELEMENTS, _SOFTCAP, _DROPOUT)),
-            Takes(None, 3, lacks=(*_MASK, _SOFTCAP, _ALIBI)),
-        )),
-        (128, (*_NARROW_TAKEN, Takes(None, 3, lacks=(MASK_BY_ELEMENTS, _SOFTCAP)))),
-        (192, (_without(*_BIAS), _BESIDE_BIAS, Takes(None, 3, lacks=(_SOFTCAP,)), *_RULED)),
-        (256, (
-            *(Takes(None, 2, lacks=lacks) for lacks in (_BIAS, (_BLOCKS,), (IN_ORDER,))),
-            _WITHOUT_ARRAYS,
-            *_RULED,
-        )),
-    )
-    for record in records((), _HALF, (d, d), *(Record(None, takes) for takes in sets))
-)  # fmt: skip
 
 
 def _with_registers(tile: Sm90BackwardTile, producer: int, consumer: int) -> Sm90BackwardTile:
@@ -88,13 +59,13 @@ def _with_registers(tile: Sm90BackwardTile, producer: int, consumer: int) -> Sm9
 
 def _with_options(tile: Sm90BackwardTile, *needs: str) -> Records:
     """Return records of NARROW for any options, whose loading warp reads arrays to find hidden keys."""
-    arrays = *_BIAS, *_MASK, _BLOCKS
-    few = (Takes(None, 2, lacks=(*other, _BLOCKS), needs=needs) for other in (_BIAS, _MASK))
-    several = (_without(*other, needs=needs) for other in (_BIAS, _MASK, (_BLOCKS,)))
+    arrays, no_bias, no_mask = (*_BIAS, *_MASK, _BLOCKS), (*_BIAS, MASK_BY_ELEMENTS), _MASK
+    few = (Takes(None, 2, lacks=(*other, _BLOCKS)) for other in (no_bias, no_mask))
+    several = (_without(*other) for other in (no_bias, no_mask, (_BLOCKS, MASK_BY_ELEMENTS)))
     return (
-        *_lines(tile, _without(*arrays, needs=needs), *few),
-        *_lines(_with_registers(tile, 40, 232), *several),
-        Record(_with_registers(tile, 48, 224), replace(ANYTHING, needs=needs)),
+        *_lines(tile, _without(*arrays), *few, needs=needs),
+        *_lines(_with_registers(tile, 40, 232), *several, needs=needs),
+        Record(_with_registers(tile, 48, 224), _without(MASK_BY_ELEMENTS), needs=needs),
     )
 
 
@@ -107,18 +78,19 @@ _OF_96: Records = (
     *_lines(_TWO_OF_KEYS, one_of(_SOFTCAP, "has_bias", _ALIBI, _BLOCKS), _free("has_mask", _DROPOUT)),
     *(record for rule in OF_RULES for record in _with_options(_TWO_OF_KEYS, rule)),
 )
+# Up to head dim 128 a mask that is read by elements comes alone: beside another option kernels by mma.sync are faster.
 NARROW_TABLE: Records = (
     *records(
         (NARROW,), _HALF, (64, 64),
         *_lines(_LARGE, one_of(_ALIBI, *OF_RULES), _free(_DROPOUT, _BLOCKS)),
-        Record(_with_registers(_LARGE, 40, 232), Takes(_BLOCKS_OF_RULE, 1, needs=_BLOCKS_OF_RULE)),
-        Record(_FEW_QUERIES, one_of(_BLOCKS)),
+        Record(_with_registers(_LARGE, 40, 232), Takes(_BLOCKS_OF_RULE, 1), needs=_BLOCKS_OF_RULE),
+        Record(_FEW_QUERIES, one_of(_BLOCKS, MASK_BY_ELEMENTS)),
         *_with_options(_FEW_QUERIES),
     ),
     *records((NARROW,), _HALF, (96, 96), *_OF_96),
     *records(
         (NARROW,), _HALF, (128, 128),
-        Record(_THREE_OF_QUERIES, replace(_free(_DROPOUT), needs=(SHORT,))),
+        Record(_THREE_OF_QUERIES, _free(_DROPOUT), needs=(SHORT,)),
         Record(_THREE_OF_QUERIES, replace(_free(_BLOCKS), least=1)),
         *_OF_96,
     ),
@@ -141,7 +113,10 @@ _OF_192: Records = (
 # times a rule's derivative has a sign of its own.
 SIGNED = {"has_score_mod", _DROPOUT}
 WIDE_TABLE: Records = (
-    *records((WIDE,), _HALF, (128, 128), Record(_with_registers(_64X64, 96, 176))),
+    *records(
+        (WIDE,), _HALF, (128, 128),
+        *_lines(_with_registers(_64X64, 96, 176), _without(MASK_BY_ELEMENTS), one_of(MASK_BY_ELEMENTS)),
+    ),
     *records((WIDE,), _HALF, (192, 128), *_OF_192),
     *records((WIDE,), _HALF, (192, 192), *_OF_192),
     *records(
@@ -150,8 +125,8 @@ WIDE_TABLE: Records = (
             _64X64,
             Takes(None, 1, lacks=OF_RULES),
             Takes((_SOFTCAP, _ALIBI, _BLOCKS), 2),
-            Takes((*_MASK, _BLOCKS), 2, needs=(IN_ORDER,)),
         ),
+        Record(_64X64, Takes((*_MASK, _BLOCKS), 2), needs=(IN_ORDER,)),
         *_lines(_with_registers(_64X64, 32, 208), _without(*_BIAS, _SOFTCAP), _without(*_BIAS, _DROPOUT)),
         Record(_with_registers(_64X64, 24, 216), _without(*_BIAS)),
         Record(_with_registers(_64X64, 32, 216)),

@@ -36,7 +36,7 @@ from cuflash.problem.attention_problem import AttentionProblem
 # more than those that a launch gives to each thread in eights, of 64 K, or a warpgroup would wait for registers for
 # ever. With a block mask, and with a mask or a bias alone, the loading warpgroup needs more; with pages still more.
 REGISTERS = {1: (80, 240), 2: (40, 232), 3: (32, 160), 4: (32, 112)}
-_MORE_TO_LOAD = {1: (80, 248), 2: (56, 224), 3: (56, 152), 4: (32, 112)}
+MORE_TO_LOAD = {1: (80, 248), 2: (56, 224), 3: (56, 152), 4: (32, 112)}
 _PAGES_TO_LOAD = {1: (80, 248), 2: (72, 216)}
 _MOST_PLAIN_ROWS = 128  # beside tiles of more rows a thread that loads has 32 registers
 # A thread computes powers in groups of four, two in each of its rows.
@@ -69,27 +69,27 @@ class Sm90ForwardConfig(Sm90Config):
 
     stages: int
     query_stages: int  # buffers of queries
-    packs_heads: bool  # rows of a tile are the query heads of a KV head, for each of a few queries
-    has_pages: bool  # keys and values lie in pools of pages
-    copies_rows: bool  # pages are so small that threads copy their rows; else TMA copies boxes of them
-    hides_queries: bool  # lengths or a window may leave no key to whole tiles of queries
-    splits_keys: bool  # several thread blocks share the keys of a tile, and a kernel merges their results
-    has_work_list: bool  # a kernel before this one lists tiles and chunks of their keys, as `sm90_mixed` says
-    staging_panels: int  # panels of results in shared memory that TMA stores at a time; with 0 threads store them
-    bias_stages: int  # buffers of the bias
-    mask_stages: int  # buffers of the mask
-    mask_row_bytes: int  # bytes of a row of a mask's tile in shared memory
-    teams: int  # groups of warpgroups with tiles and shared memory of their own
+    packs_heads: bool = False  # rows of a tile are the query heads of a KV head, for each of a few queries
+    has_pages: bool = False  # keys and values lie in pools of pages
+    copies_rows: bool = False  # pages are so small that threads copy their rows; else TMA copies boxes of them
+    hides_queries: bool = False  # lengths or a window may leave no key to whole tiles of queries
+    splits_keys: bool = False  # several thread blocks share the keys of a tile, and a kernel merges their results
+    has_work_list: bool = False  # a kernel before this one lists tiles and chunks of their keys, as `sm90_mixed` says
+    staging_panels: int = 0  # panels of results in shared memory that TMA stores at a time; with 0 threads store them
+    bias_stages: int = 1  # buffers of the bias
+    mask_stages: int = 1  # buffers of the mask
+    mask_row_bytes: int = SWIZZLE_BYTES  # bytes of a row of a mask's tile in shared memory
+    teams: int = 1  # groups of warpgroups with tiles and shared memory of their own
     follows_every_maximum: bool  # `Sm90Tile.exact`
-    keys_in_reverse: bool
-    query_steps_in_registers: int
-    pair: int
-    early_draws: int
-    waits_after_powers: bool
-    early_powers: int  # powers that a thread computes before it waits for the last product with values
-    has_bias_tiles: bool  # TMA loads the bias; else it is read element by element
-    has_mask_tiles: bool  # TMA loads the mask; else its rows are read from global memory
-    bounded_scores: bool  # softcap bounds the scores so tightly that their powers need no maximum
+    keys_in_reverse: bool = False
+    query_steps_in_registers: int = 0
+    pair: int = 1
+    early_draws: int = 0
+    waits_after_powers: bool = False
+    early_powers: int = 0  # powers that a thread computes before it waits for the last product with values
+    has_bias_tiles: bool = False  # TMA loads the bias; else it is read element by element
+    has_mask_tiles: bool = False  # TMA loads the mask; else its rows are read from global memory
+    bounded_scores: bool = False  # softcap bounds the scores so tightly that their powers need no maximum
 
     def queries_of_tile(self, problem: AttentionProblem) -> int:
         """Queries whose tiles a thread block, or a cluster, computes together."""
@@ -123,7 +123,7 @@ def config_of(record: Record[Sm90Tile], asked: Asked) -> Sm90ForwardConfig:
     options = without_window(flags)
     consumers, teams = tile.block_m // ROWS_OF_WARPGROUP + tile.alone, 1 + (tile.alone > 0)
     more_to_load = "has_block_mask" in options or options in ({"has_mask"}, {"has_bias"})
-    registers = _PAGES_TO_LOAD if has_pages else _MORE_TO_LOAD if more_to_load else REGISTERS
+    registers = _PAGES_TO_LOAD if has_pages else MORE_TO_LOAD if more_to_load else REGISTERS
     producer_registers, consumer_registers = registers[consumers]
     row_bytes, row_bytes_v = (whole_rows(HALF_BYTES * d) for d in (record.head_dim, record.head_dim_v))
     most_bytes = SMEM_BYTES // teams
@@ -154,10 +154,6 @@ def config_of(record: Record[Sm90Tile], asked: Asked) -> Sm90ForwardConfig:
         query_stages=query_stages,
         packs_heads=packs_heads,
         has_pages=has_pages,
-        copies_rows=False,
-        hides_queries=False,
-        splits_keys=False,
-        has_work_list=False,
         staging_panels=staging_panels,
         bias_stages=bias_stages,
         mask_stages=mask_stages,

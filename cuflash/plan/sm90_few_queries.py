@@ -13,8 +13,9 @@ import math
 from collections.abc import Iterable
 
 from cuflash.hardware import HALF_BYTES
+from cuflash.plan.key_splits import NUMBERS, keys_seen, merging_us, per_sequence, rows_of
 from cuflash.plan.sm90_config import Sm90ForwardConfig
-from cuflash.plan.sm90_times import merging_us, tile_us, times_of
+from cuflash.plan.sm90_times import tile_us, times_of
 from cuflash.problem.attention_problem import AttentionProblem
 
 # Bytes that memory delivers in a microsecond: an H200's. With slower memory more numbers of splits are equally good,
@@ -22,7 +23,6 @@ from cuflash.problem.attention_problem import AttentionProblem
 BYTES_PER_US = 4.4e6
 SHORTEST_SPLIT = 128  # keys of a split: the bound for few keys is a launch's time, which no split makes shorter
 _MOST_BLOCKS = 2  # most splits of tiles that a multiprocessor is given
-_SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # numbers that are tried, and what fills the GPU once
 # Microseconds, fitted to 84 problems in CUDA graphs, drawn at random in log scale (up to 64 sequences, 64 heads and
 # queries, head dims and masks of all kinds), on an H200: half of the predictions are within 9%, nine of ten within 20%.
 _SOONER = 0.9  # a launch takes so much less than one of many queries
@@ -46,23 +46,23 @@ def quickest(
 def predicted_us(problem: AttentionProblem, config: Sm90ForwardConfig, num_splits: int, num_sms: int) -> float:
     """Microseconds of a pass with so many splits of the keys, merging included and the host's work left out."""
     times = times_of(config)
-    seen = keys_seen(problem, config)
+    seen = keys_seen(problem, config.queries_of_tile(problem))
     steps = math.ceil(math.ceil(seen / config.block_n) / num_splits)
     rounds = math.ceil(_tiles(problem, config) * num_splits / num_sms)
     computing = rounds * steps * times.step + tile_us(config) + (rounds - 1) * _NEXT_TILE
     bytes_of_key = (problem.head_dim + problem.head_dim_v) * HALF_BYTES
     reading = problem.batch * problem.num_heads_kv * seen * bytes_of_key / BYTES_PER_US
-    merging = merging_us(_rows(problem), problem.head_dim_v, num_splits, _MERGED_MEGABYTE)
+    merging = merging_us(rows_of(problem), problem.head_dim_v, num_splits, _MERGED_MEGABYTE)
     return times.launch - _SOONER + max(computing, reading) + merging
 
 
 def _numbers_of_splits(problem: AttentionProblem, config: Sm90ForwardConfig, num_sms: int) -> list[int]:
-    tiles, seen = _tiles(problem, config), keys_seen(problem, config)
+    tiles, seen = _tiles(problem, config), keys_seen(problem, config.queries_of_tile(problem))
     shortest = max(SHORTEST_SPLIT, config.block_n)
     once = max(num_sms // tiles, 1)
     return sorted(
         n
-        for n in {*_SPLITS, once}
+        for n in {*NUMBERS, once}
         if n == 1 or (tiles * n <= _MOST_BLOCKS * max(num_sms, tiles) and n * shortest <= seen)
     )
 
@@ -70,25 +70,5 @@ def _numbers_of_splits(problem: AttentionProblem, config: Sm90ForwardConfig, num
 def _tiles(problem: AttentionProblem, config: Sm90ForwardConfig) -> int:
     """Tiles of queries; of packed sequences those of their mean length."""
     queries = config.queries_of_tile(problem)
-    of_sequence = math.ceil(_per_sequence(problem, problem.seqlen_q) / queries)
+    of_sequence = math.ceil(per_sequence(problem, problem.seqlen_q) / queries)
     return max(of_sequence * config.num_heads(problem) * problem.batch, 1)
-
-
-def keys_seen(problem: AttentionProblem, config: Sm90ForwardConfig) -> int:
-    """Keys that a tile of queries sees, at most; of packed sequences the mean length counts."""
-    keys = _per_sequence(problem, problem.seqlen_k)
-    if problem.pages is not None:  # a table may be much wider than what the pool can hold for each sequence
-        keys = min(keys, math.ceil(problem.pages.num_pages * problem.pages.page_size / problem.batch))
-    keys = max(keys, 1)
-    if problem.window_left is None or problem.window_right is None:
-        return keys
-    of_tile = min(config.queries_of_tile(problem), _per_sequence(problem, problem.seqlen_q))
-    return max(min(keys, problem.window_left + problem.window_right + of_tile), 1)
-
-
-def _rows(problem: AttentionProblem) -> int:
-    return problem.seqlen_q * problem.num_heads_q * (1 if problem.packed else problem.batch)
-
-
-def _per_sequence(problem: AttentionProblem, rows: int) -> int:
-    return math.ceil(rows / max(problem.batch, 1)) if problem.packed else rows

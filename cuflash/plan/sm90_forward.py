@@ -7,7 +7,7 @@ where a grid does not fill the GPU.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,22 +27,16 @@ from cuflash.plan.config import (
 )
 from cuflash.plan.record import HOPPER, Record, narrowest
 from cuflash.plan.record import candidates as taken_of
-from cuflash.plan.sm90_config import ELEMENT_BYTES_OF, Asked, config_of, leaves_registers
-from cuflash.plan.sm90_config import REGISTERS as REGISTERS
-from cuflash.plan.sm90_config import SMEM_BESIDE_TILES as SMEM_BESIDE_TILES
-from cuflash.plan.sm90_config import Sm90Config as Sm90Config
-from cuflash.plan.sm90_config import Sm90ForwardConfig as Sm90ForwardConfig
+from cuflash.plan.sm90_config import ELEMENT_BYTES_OF, Asked, Sm90ForwardConfig, config_of, leaves_registers
 from cuflash.plan.sm90_tiles import Sm90Tile
-from cuflash.problem.attention_problem import AttentionProblem
+from cuflash.problem.attention_problem import HALF_DTYPES, AttentionProblem
 from cuflash.rules.form import NO_RULES
 
 HANDLES = (*KNOWN_TO_ALL, *OF_RULES)  # the flags that the kernel knows
 # These options know rows of several heads. A block mask does not, as its lists of keys are those of tiles of one head,
 # and users' own rules are asked for one head.
 KNOWN_TO_ROWS = tuple(flag for flag in KNOWN_TO_ALL if flag != "has_block_mask")
-OTHER_GPUS = "as on other GPUs"  # users read this where other kernels run
 LONG_QUERIES = 4096  # from so many queries on, pairs of thread blocks pay and causal tiles have to even out
-DTYPES = ("float16", "bfloat16")
 # A softcap between these bounds needs no maximum of scores: sums of 2^40 powers times values of 2^15 stay finite, as
 # does the cubic term's factor, and no power is denormal.
 _LARGEST_BOUND, SMALLEST_BOUND = 50, 2**-10
@@ -67,11 +61,9 @@ def taken(lines: Sequence[Line], asked: Asked) -> tuple[Line, ...]:
     """Return the lines that take what is asked for, the fastest first, which is their order in the table."""
 
     def fits(line: Line) -> bool:
-        return asked.words.issuperset(line.where) and leaves_registers(line.tile, asked.words)
+        return leaves_registers(line.tile, asked.words)
 
-    # Addresses of float32 results take registers as options do.
-    options = without_window(asked.flags) | (asked.words & {tiles.WIDE_RESULTS})
-    return taken_of(lines, options, HOPPER, fits, lambda line: 0)
+    return taken_of(lines, without_window(asked.flags) | asked.words, HOPPER, fits, lambda line: 0)
 
 
 def asked_of(
@@ -100,7 +92,7 @@ def asked_of(
     return Asked(problem.dtype, problem.bias_dtype, flags, words_in(holds))
 
 
-def words_in(holds: dict[str, bool]) -> frozenset[str]:
+def words_in(holds: Mapping[Any, bool]) -> frozenset[str]:
     """Return the words of the table that hold."""
     return frozenset(word for word, held in holds.items() if held)
 
@@ -125,7 +117,7 @@ def candidates(problem: AttentionProblem, config: Sm90ForwardConfig) -> tuple[Sm
     A line that takes the options can take them whatever the problem is like besides: it is only not the fastest.
     """
     asked = _asked_again(problem, config)
-    lines = taken([replace(line, where=()) for line in lines_of(problem)], asked)
+    lines = taken([replace(line, needs=()) for line in lines_of(problem)], asked)
     exact: dict[str, Any] = {"follows_every_maximum": True, "early_powers": 0} if config.follows_every_maximum else {}
     same = {"pair": 1, "has_work_list": config.has_work_list, "splits_keys": config.splits_keys, **exact}
     smaller = [
@@ -164,7 +156,7 @@ def for_pages(problem: AttentionProblem, config: Sm90ForwardConfig) -> Sm90Forwa
     has_options = bool(without_window(flags)) or not config.plain_scores
     if config.has_block_mask or config.rules != NO_RULES or (has_options and has_many_rows):
         return config
-    smaller = [line for line in lines_of(problem) if tiles.COPIED_ROWS in line.where]
+    smaller = [line for line in lines_of(problem) if tiles.COPIED_ROWS in line.needs]
     if smaller and has_many_rows:
         holds = {tiles.PLAIN_SCORES: True, tiles.PAGES: True, tiles.HEADS: config.packs_heads}
         asked = Asked(problem.dtype, None, flags, words_in(holds))
@@ -181,7 +173,7 @@ def may_hide_queries(problem: AttentionProblem) -> bool:
 
 def inputs_obstacle(problem: AttentionProblem) -> str:
     """Say why a problem's inputs cannot take the Hopper kernels of either pass; empty if they can."""
-    if problem.dtype not in DTYPES:
+    if problem.dtype not in HALF_DTYPES:
         return f"wgmma takes 16-bit inputs, not {problem.dtype}"
     if problem.is_empty:
         return "TMA takes no empty arrays"
@@ -296,14 +288,3 @@ def has_exact_maxima(problem: AttentionProblem) -> bool:
     """Return True if the kernel for few keys, without options, follows every maximum."""
     asked = Asked(problem.dtype, None, (), frozenset({tiles.PLAIN_SCORES}))
     return taken(lines_of(problem), asked)[0].tile.exact
-
-
-def reason(problem: AttentionProblem) -> str:
-    """A sentence for users: the kernel that a forward pass takes on Hopper, and why."""
-    if obstacle(problem):
-        return f"{OTHER_GPUS}: {obstacle(problem)}"
-    config = config_for(problem)
-    return (
-        f"wgmma and TMA (NVRTC from 12.9 on), tiles of {config.tile}, {config.smem_bytes} bytes of shared memory: "
-        f"{config.flags}; {OTHER_GPUS} where an address or a stride of q, k or v is no multiple of 16 bytes"
-    )

@@ -9,24 +9,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from cuflash.hardware import HALF_BYTES, L2_BYTES, WARP
 from cuflash.kept import kept
 from cuflash.plan import sm90_few_queries, sm90_forward, sm90_mixed
 from cuflash.plan.config import flags_of, without_window
 from cuflash.plan.sm90_config import Asked, Sm90ForwardConfig, config_of
 from cuflash.plan.sm90_forward import config_for, has_exact_maxima, has_few_queries, lines_of, taken, words_in
 from cuflash.plan.sm90_tiles import FEW_QUERIES, MANY, PAGES, PLAIN_SCORES, WINDOW
-from cuflash.plan.sm90_times import is_timed, num_tiles, predicted_us, splits_worth_trying
+from cuflash.plan.sm90_times import MANY_WAVES, is_timed, num_tiles, predicted_us, splits_worth_trying
 from cuflash.problem.attention_problem import AttentionProblem
 
-_SHORT_QUERIES = 512  # up to so many queries, the heads that go together fill only half of `L2_BYTES`
-_EVEN_TILES = 4 * 132  # causal tiles that even out: four for each of an H100's multiprocessors
-# A multiprocessor computes so many tiles one after the other; with more, the tile that fills the GPU best is fastest.
-_MOST_WAVES = 7
 # Tiles of several heads are compared where they are at most such a share of those of one head: their rows are stored
 # one by one, which costs more than a few tiles do.
 _FEWER_TILES = 0.9
-_FEW_ROWS = 2048  # rows of few queries that are merged by a thread block each: more fill the GPU with a warp each
 
 
 class Launches(NamedTuple):
@@ -55,7 +49,7 @@ def for_grid(problem: AttentionProblem, config: Sm90ForwardConfig, num_sms: int)
         other = config_for(problem, config.has_bias_tiles, config.has_mask_tiles, few_queries=False)
         return Launches(*sm90_few_queries.quickest(problem, (config, other), num_sms))
     tiles = -(-problem.seqlen_q // config.block_m) * problem.num_heads_q * problem.batch
-    if tiles >= _MOST_WAVES * num_sms:
+    if tiles >= MANY_WAVES * num_sms:
         return Launches(config, 1)
     found = [
         Launches(_with_exact_maxima(problem, candidate, num_splits, config.follows_every_maximum), num_splits)
@@ -107,31 +101,3 @@ def _with_exact_maxima(
     if config.follows_every_maximum or not plain or not (few or always):
         return config
     return replace(config, follows_every_maximum=True, early_powers=0)
-
-
-def num_grouped_heads(problem: AttentionProblem, block_m: int = 128, packs_heads: bool = False) -> int:
-    """The number of last query heads (of all sequences) whose tiles are mixed, the longest first.
-
-    Where a tile has the query heads of a KV head (`packs_heads`), these are one.
-
-    Where tiles differ in length, these heads' tiles even out at the end of a launch. As many heads are taken as have
-    keys and values that fit in L2; fewer with short sequences, so that keys are read during products all the time; more
-    with long ones, so that tiles even out.
-    """
-    # Packed sequences are computed one after the other, and the host knows their mean length alone.
-    sequences, divisor = (1, problem.batch) if problem.packed else (problem.batch, 1)
-    seqlen_q, seqlen_k = -(-problem.seqlen_q // divisor), -(-problem.seqlen_k // divisor)
-    heads = problem.num_heads_q * sequences
-    bytes_of_head = seqlen_k * (problem.head_dim + problem.head_dim_v) * HALF_BYTES
-    l2_bytes = L2_BYTES // 2 if seqlen_q <= _SHORT_QUERIES else L2_BYTES
-    fitting = max(l2_bytes // bytes_of_head, 1)
-    if seqlen_q >= sm90_forward.LONG_QUERIES:
-        fitting = max(fitting, -(-_EVEN_TILES * block_m // (seqlen_q * problem.group_size)))
-    mixed = min(fitting * problem.group_size, heads)
-    return max(mixed // problem.group_size, 1) if packs_heads else mixed
-
-
-def merges_by_rows(problem: AttentionProblem, num_splits: int) -> bool:
-    """Return True if a warp merges the splits of a row; a thread block, which reads many at once, does if not."""
-    rows = problem.seqlen_q * problem.num_heads_q * (1 if problem.packed else problem.batch)
-    return num_splits <= WARP and not (has_few_queries(problem) and rows <= _FEW_ROWS)

@@ -12,16 +12,15 @@ from typing import NamedTuple
 
 from cuflash.hardware import HALF_BYTES
 from cuflash.plan import sm90_few_queries, sm90_forward
+from cuflash.plan.key_splits import keys_seen
 from cuflash.plan.sm90_config import Sm90ForwardConfig
 from cuflash.plan.sm90_forward import config_for, has_few_queries
-from cuflash.plan.sm90_times import times_of
+from cuflash.plan.sm90_times import MANY_WAVES, times_of
 from cuflash.problem.attention_problem import AttentionProblem
 
 # A multiprocessor is given a quantum of work at most so many times, in quarters: with more, what the chunks cost
 # besides their keys and what merging them takes outweigh how much better they even out.
 MOST_QUARTERS = 12
-# Where the tiles of long queries are so many for each multiprocessor, they even out by themselves.
-_MANY_WAVES = 7
 
 
 def config_of_list(problem: AttentionProblem, config: Sm90ForwardConfig, num_sms: int) -> Sm90ForwardConfig | None:
@@ -47,13 +46,13 @@ def config_of_list(problem: AttentionProblem, config: Sm90ForwardConfig, num_sms
 def _extends_caches(problem: AttentionProblem, config: Sm90ForwardConfig, num_sms: int) -> bool:
     has_caches = problem.pages is not None or problem.kv_lengths
     tiles = math.ceil(problem.seqlen_q / config.block_m) * problem.num_heads_q
-    return has_caches and tiles < _MANY_WAVES * num_sms
+    return has_caches and tiles < MANY_WAVES * num_sms
 
 
 def predicted_us(problem: AttentionProblem, config: Sm90ForwardConfig, num_sms: int) -> float:
     """Microseconds of a pass whose work is dealt out evenly, but for its launches: those of memory or of products."""
     times = times_of(config)
-    seen = sm90_few_queries.keys_seen(problem, config)
+    seen = keys_seen(problem, config.queries_of_tile(problem))
     steps = math.ceil(seen / config.block_n)
     computing = most_tiles(problem, config) * problem.num_heads_kv * (steps * times.step + times.tile) / num_sms
     bytes_of_key = (problem.head_dim + problem.head_dim_v) * HALF_BYTES

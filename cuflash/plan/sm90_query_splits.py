@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from cuflash.hardware import FLOAT_BYTES
 from cuflash.kept import kept
-from cuflash.plan.sm90_backward import Sm90BackwardConfig, queries_seen
+from cuflash.plan.sm90_backward_config import Sm90BackwardConfig
+from cuflash.plan.sm90_order import queries_seen
 from cuflash.problem.attention_problem import AttentionProblem
 
 _PRODUCTS_FLOPS = 10  # of a pair of query and key for each column: five products

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from cuflash.plan.config import OF_RULES
-from cuflash.plan.record import ANYTHING, PLAIN, Record, one_of, records
+from cuflash.plan.record import ANYTHING, PLAIN, Record, Word, one_of, records
 
 
 @dataclass(frozen=True)
@@ -35,26 +35,26 @@ class Sm90Tile:
 
 
 # These words say what a problem is like, besides its options.
-FEW_QUERIES = "few queries"  # one tile has the queries of a head
-MANY, VERY_MANY = "many keys", "very many keys"
-WINDOW, NARROW_WINDOW = "window", "narrow window"  # a narrow one hides less of a small tile
-PLAIN_SCORES = "plain scores"  # the scale is one that kernels may multiply by log2(e) in advance
-BOUNDED = "bounded"  # a softcap's bound replaces maxima
-BIAS_TILES, BIAS_ELEMENTS, MASK_TILES = "bias tiles", "bias elements", "mask tiles"  # TMA loads tiles, threads elements
-HEADS = "heads"  # a tile has the rows of several heads
-PAGES, COPIED_ROWS = "pages", "copied rows"  # keys lie in pages, and threads copy the rows of these
+FEW_QUERIES = Word("few queries")  # one tile has the queries of a head
+MANY, VERY_MANY = Word("many keys"), Word("very many keys")
+WINDOW, NARROW_WINDOW = Word("window"), Word("narrow window")  # a narrow one hides less of a small tile
+PLAIN_SCORES = Word("plain scores")  # the scale is one that kernels may multiply by log2(e) in advance
+BOUNDED = Word("bounded")  # a softcap's bound replaces maxima
+# TMA loads tiles of a bias and a mask, or threads load elements.
+BIAS_TILES, BIAS_ELEMENTS, MASK_TILES = Word("bias tiles"), Word("bias elements"), Word("mask tiles")
+HEADS = Word("heads")  # a tile has the rows of several heads
+PAGES, COPIED_ROWS = Word("pages"), Word("copied rows")  # keys lie in pages, and threads copy the rows of these
 WIDE_RESULTS = "wide results"  # results are float32; it takes registers as options do
 
 ENTRY = "forward_sm90"
 _SOFTCAP, _BIAS, _MASK, _DROPOUT = (one_of(f"has_{name}") for name in ("softcap", "bias", "mask", "dropout"))
 _SCORE = one_of("has_softcap", "has_alibi")
 _BLOCKS = replace(one_of("has_block_mask"), least=1)
+_BLOCKS_OF_TEAMS = replace(_BLOCKS, lacks=(PAGES,))  # one team loads pages
 _BITS = one_of("has_mask", "has_block_mask", *OF_RULES)
 _ANY_OF_ROWS = replace(ANYTHING, lacks=("has_block_mask", *OF_RULES))
 # Each option asks for registers for each of a thread's rows, which many rows of several heads do not leave.
 _OPTIONS = replace(ANYTHING, least=1)
-# Registers that slopes and bits of blocks would need load the pages.
-_NOT_BESIDE_PAGES = replace(one_of("has_alibi", "has_block_mask"), least=1)
 
 _128X128, _128X96, _128X64, _128X32 = (Sm90Tile(128, n) for n in (128, 96, 64, 32))
 _EXACT = replace(_128X128, exact=True)
@@ -67,119 +67,113 @@ _D256 = Sm90Tile(128, 64, early_eighths=4, exact=True, query_steps_in_registers=
 FORWARD: tuple[Record[Sm90Tile], ...] = (
     *records(
         (ENTRY,), "half", (64, 64),
-        Record(_FEW_64X64, _ANY_OF_ROWS, where=(FEW_QUERIES, BIAS_ELEMENTS)),
-        Record(_FEW_64X128, _ANY_OF_ROWS, where=(FEW_QUERIES,)),
-        Record(_128X64, _OPTIONS, where=(HEADS,)),
-        Record(replace(_D64, exact=False), PLAIN, where=(PLAIN_SCORES, NARROW_WINDOW)),
-        Record(Sm90Tile(192, 128, exact=True), PLAIN, where=(PLAIN_SCORES, MANY, WINDOW)),
-        Record(Sm90Tile(192, 128), PLAIN, where=(PLAIN_SCORES, MANY)),
-        Record(_D64, PLAIN, where=(PLAIN_SCORES,)),
-        Record(_128X64, _NOT_BESIDE_PAGES, where=(PAGES,)),
-        Record(Sm90Tile(192, 96), _SOFTCAP, where=(BOUNDED,)),
+        Record(_FEW_64X64, _ANY_OF_ROWS, needs=(FEW_QUERIES, BIAS_ELEMENTS)),
+        Record(_FEW_64X128, _ANY_OF_ROWS, needs=(FEW_QUERIES,)),
+        Record(_128X64, _OPTIONS, needs=(HEADS,)),
+        Record(replace(_D64, exact=False), PLAIN, needs=(PLAIN_SCORES, NARROW_WINDOW)),
+        Record(Sm90Tile(192, 128, exact=True), PLAIN, needs=(PLAIN_SCORES, MANY, WINDOW)),
+        Record(Sm90Tile(192, 128), PLAIN, needs=(PLAIN_SCORES, MANY)),
+        Record(_D64, PLAIN, needs=(PLAIN_SCORES,)),
+        Record(Sm90Tile(192, 96), _SOFTCAP, needs=(BOUNDED,)),
         Record(Sm90Tile(192, 128), _SCORE),
         Record(_EXACT, _SCORE),
         Record(_128X128, _DROPOUT),
-        Record(replace(_TEAMS, alone=2), _BLOCKS),
-        Record(_128X128, _BIAS, where=(BIAS_TILES,)),
+        Record(replace(_TEAMS, alone=2), _BLOCKS_OF_TEAMS),
+        Record(_128X128, _BIAS, needs=(BIAS_TILES,)),
         Record(_128X128, _BITS),
         Record(_128X64),
         Record(_128X32),
     ),
     *records(
         (ENTRY,), "half", (96, 96),
-        Record(_FEW_64X64, _ANY_OF_ROWS, where=(FEW_QUERIES,)),
-        Record(_128X32, _OPTIONS, where=(HEADS, PAGES)),
-        Record(_128X64, _OPTIONS, where=(HEADS,)),
-        Record(replace(_128X128, early_eighths=2), PLAIN, where=(PLAIN_SCORES,)),
-        Record(_128X64, _NOT_BESIDE_PAGES, where=(PAGES,)),
-        Record(Sm90Tile(192, 96), _SOFTCAP, where=(BOUNDED,)),
-        Record(_EXACT, _SOFTCAP, where=(BOUNDED,)),
+        Record(_FEW_64X64, _ANY_OF_ROWS, needs=(FEW_QUERIES,)),
+        Record(_128X32, _OPTIONS, needs=(HEADS, PAGES)),
+        Record(_128X64, _OPTIONS, needs=(HEADS,)),
+        Record(replace(_128X128, early_eighths=2), PLAIN, needs=(PLAIN_SCORES,)),
+        Record(Sm90Tile(192, 96), _SOFTCAP, needs=(BOUNDED,)),
+        Record(_EXACT, _SOFTCAP, needs=(BOUNDED,)),
         Record(_128X128, _SCORE),
         Record(_128X128, _DROPOUT),
-        Record(_TEAMS, _BLOCKS),
-        Record(_128X128, _BIAS, where=(BIAS_TILES,)),
+        Record(_TEAMS, _BLOCKS_OF_TEAMS),
+        Record(_128X128, _BIAS, needs=(BIAS_TILES,)),
         Record(_128X128, _BITS),
         Record(_128X64),
         Record(_128X32),
     ),
     *records(
         (ENTRY,), "half", (128, 128),
-        Record(_FEW_64X64, _ANY_OF_ROWS, where=(FEW_QUERIES,)),
-        Record(_128X32, _OPTIONS, where=(HEADS, PAGES)),
-        Record(_128X64, _OPTIONS, where=(HEADS,)),
-        Record(Sm90Tile(192, 64), PLAIN, where=(PLAIN_SCORES, NARROW_WINDOW)),
-        Record(Sm90Tile(192, 80), PLAIN, where=(PLAIN_SCORES, MANY)),
-        Record(_EXACT, PLAIN, where=(PLAIN_SCORES, MANY, HEADS)),
-        Record(_EXACT, PLAIN, where=(PLAIN_SCORES, MANY, PAGES)),
-        Record(replace(_D128, keys_in_reverse=True), PLAIN, where=(PLAIN_SCORES, WINDOW)),
-        Record(_D128, PLAIN, where=(PLAIN_SCORES,)),
-        Record(_128X64, _NOT_BESIDE_PAGES, where=(PAGES,)),
-        Record(Sm90Tile(192, 80, ping_pong=False), _SOFTCAP, where=(BOUNDED,)),
+        Record(_FEW_64X64, _ANY_OF_ROWS, needs=(FEW_QUERIES,)),
+        Record(_128X32, _OPTIONS, needs=(HEADS, PAGES)),
+        Record(_128X64, _OPTIONS, needs=(HEADS,)),
+        Record(Sm90Tile(192, 64), PLAIN, needs=(PLAIN_SCORES, NARROW_WINDOW)),
+        Record(Sm90Tile(192, 80), PLAIN, needs=(PLAIN_SCORES, MANY)),
+        Record(_EXACT, PLAIN, needs=(PLAIN_SCORES, MANY, HEADS)),
+        Record(_EXACT, PLAIN, needs=(PLAIN_SCORES, MANY, PAGES)),
+        Record(replace(_D128, keys_in_reverse=True), PLAIN, needs=(PLAIN_SCORES, WINDOW)),
+        Record(_D128, PLAIN, needs=(PLAIN_SCORES,)),
+        Record(Sm90Tile(192, 80, ping_pong=False), _SOFTCAP, needs=(BOUNDED,)),
         Record(Sm90Tile(192, 80), _SCORE),
         Record(_EXACT, _SCORE),
         Record(replace(_128X128, ping_pong=False), _DROPOUT),
-        Record(_TEAMS, _BLOCKS),
-        Record(_128X128, _BIAS, where=(BIAS_TILES,)),
+        Record(_TEAMS, _BLOCKS_OF_TEAMS),
+        Record(_128X128, _BIAS, needs=(BIAS_TILES,)),
         Record(_128X128, _BITS),
         Record(_128X64),
         Record(_128X32),
     ),
     *records(
         (ENTRY,), "half", (192, 128),
-        Record(_FEW_64X64, _ANY_OF_ROWS, where=(FEW_QUERIES,)),
-        Record(_128X32, _OPTIONS, where=(HEADS,)),
-        Record(replace(_128X128, early_eighths=2), PLAIN, where=(PLAIN_SCORES,)),
-        Record(_128X32, _NOT_BESIDE_PAGES, where=(PAGES,)),
-        Record(replace(_128X128, ping_pong=False), _SOFTCAP, where=(BOUNDED,)),
+        Record(_FEW_64X64, _ANY_OF_ROWS, needs=(FEW_QUERIES,)),
+        Record(_128X32, _OPTIONS, needs=(HEADS,)),
+        Record(replace(_128X128, early_eighths=2), PLAIN, needs=(PLAIN_SCORES,)),
+        Record(replace(_128X128, ping_pong=False), _SOFTCAP, needs=(BOUNDED,)),
         Record(_128X96, _SCORE),
         Record(_128X128, _DROPOUT),
         Record(_128X128, _BLOCKS),
-        Record(_128X96, _BIAS, where=(BIAS_TILES,)),
+        Record(_128X96, _BIAS, needs=(BIAS_TILES,)),
         Record(_128X96, _BITS),
         Record(_128X32),
     ),
     *records(
         (ENTRY,), "half", (192, 192),
-        Record(_FEW_64X32, _ANY_OF_ROWS, where=(FEW_QUERIES, BIAS_ELEMENTS)),
-        Record(_FEW_64X64, _ANY_OF_ROWS, where=(FEW_QUERIES,)),
-        Record(_128X64, PLAIN, where=(COPIED_ROWS,)),
-        Record(_128X64, PLAIN, where=(HEADS, PAGES)),
-        Record(_128X32, _OPTIONS, where=(HEADS,)),
+        Record(_FEW_64X32, _ANY_OF_ROWS, needs=(FEW_QUERIES, BIAS_ELEMENTS)),
+        Record(_FEW_64X64, _ANY_OF_ROWS, needs=(FEW_QUERIES,)),
+        Record(_128X64, PLAIN, needs=(COPIED_ROWS,)),
+        Record(_128X64, PLAIN, needs=(HEADS, PAGES)),
+        Record(_128X32, _OPTIONS, needs=(HEADS,)),
         # A tile of 112 keys leaves no room to stage results: threads would store rows of heads element by element.
-        Record(_128X96, PLAIN, where=(PLAIN_SCORES, HEADS)),
-        Record(Sm90Tile(128, 112), PLAIN, where=(PLAIN_SCORES,)),
-        Record(_128X32, _NOT_BESIDE_PAGES, where=(PAGES,)),
-        Record(replace(_128X96, ping_pong=False), _SOFTCAP, where=(BOUNDED,)),
+        Record(_128X96, PLAIN, needs=(PLAIN_SCORES, HEADS)),
+        Record(Sm90Tile(128, 112), PLAIN, needs=(PLAIN_SCORES,)),
+        Record(replace(_128X96, ping_pong=False), _SOFTCAP, needs=(BOUNDED,)),
         Record(Sm90Tile(128, 80), _SCORE),
         Record(_128X96, _DROPOUT),
-        Record(_128X64, _BIAS, where=(BIAS_TILES,)),
-        Record(Sm90Tile(128, 80), _MASK, where=(MASK_TILES,)),
+        Record(_128X64, _BIAS, needs=(BIAS_TILES,)),
+        Record(Sm90Tile(128, 80), _MASK, needs=(MASK_TILES,)),
         Record(_128X64, _BITS),
         Record(_128X32),
     ),
     *records(
         (ENTRY,), "half", (256, 256),
-        Record(_FEW_64X32, _ANY_OF_ROWS, where=(FEW_QUERIES,)),
-        Record(_128X32, PLAIN, where=(COPIED_ROWS,)),
-        Record(_128X32, PLAIN, where=(HEADS, PAGES)),
-        Record(_64X32, _OPTIONS, where=(HEADS,)),
+        Record(_FEW_64X32, _ANY_OF_ROWS, needs=(FEW_QUERIES,)),
+        Record(_128X32, PLAIN, needs=(COPIED_ROWS,)),
+        Record(_128X32, PLAIN, needs=(HEADS, PAGES)),
+        Record(_64X32, _OPTIONS, needs=(HEADS,)),
         Record(
             replace(_D256, early_eighths=2, exact=False, keys_in_reverse=True, pair=2),
-            PLAIN, where=(PLAIN_SCORES, MANY, WINDOW),
+            PLAIN, needs=(PLAIN_SCORES, MANY, WINDOW),
         ),
-        Record(_D256, PLAIN, where=(PLAIN_SCORES, VERY_MANY)),
-        Record(replace(_D256, exact=False), PLAIN, where=(PLAIN_SCORES, MANY)),
-        Record(_D256, PLAIN, where=(PLAIN_SCORES,)),
-        Record(_128X64, PLAIN, where=(PLAIN_SCORES, HEADS)),
-        Record(_128X64, PLAIN, where=(PLAIN_SCORES, PAGES)),
-        Record(_64X32, _NOT_BESIDE_PAGES, where=(PAGES,)),
-        Record(Sm90Tile(128, 64, ping_pong=False, keeps_maxima=True), _SOFTCAP, where=(BOUNDED, PAGES)),
-        Record(replace(_128X64, ping_pong=False), _SOFTCAP, where=(BOUNDED,)),
+        Record(_D256, PLAIN, needs=(PLAIN_SCORES, VERY_MANY)),
+        Record(replace(_D256, exact=False), PLAIN, needs=(PLAIN_SCORES, MANY)),
+        Record(_D256, PLAIN, needs=(PLAIN_SCORES,)),
+        Record(_128X64, PLAIN, needs=(PLAIN_SCORES, HEADS)),
+        Record(_128X64, PLAIN, needs=(PLAIN_SCORES, PAGES)),
+        Record(Sm90Tile(128, 64, ping_pong=False, keeps_maxima=True), _SOFTCAP, needs=(BOUNDED, PAGES)),
+        Record(replace(_128X64, ping_pong=False), _SOFTCAP, needs=(BOUNDED,)),
         Record(Sm90Tile(128, 48), _SCORE),
         Record(_128X64, _DROPOUT),
         Record(_128X64, _BLOCKS),
-        Record(_128X32, _BIAS, where=(BIAS_TILES,)),
-        Record(_128X64, _MASK, where=(MASK_TILES,)),
+        Record(_128X32, _BIAS, needs=(BIAS_TILES,)),
+        Record(_128X64, _MASK, needs=(MASK_TILES,)),
         Record(_128X32, _BITS),
         Record(_64X32),
     ),

@@ -6,12 +6,12 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from cuflash.hardware import FLOAT_BYTES
+from cuflash.plan.key_splits import OF_MANY_ROWS, merging_us, rows_of
 from cuflash.problem.attention_problem import AttentionProblem
 
-# These numbers of splits of the keys are tried, and what fills the GPU once; merging more splits takes as long as they
-# save.
-_SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+# A multiprocessor computes so many tiles one after the other; with more, they even out by themselves, and the tile that
+# fills the GPU best is fastest.
+MANY_WAVES = 7
 _MOST_BLOCKS = 2  # most splits of tiles that a multiprocessor is given where tiles alone leave some idle
 # Where tiles alone keep all busy, but the last ones few of them, so few splits make the last round short. Predictions
 # can tell a gain where whole rounds take at least so many times as long as they would if all were busy.
@@ -27,13 +27,6 @@ class Times(NamedTuple):
     tile: float  # a tile of queries, besides its steps
 
 
-class Merge(NamedTuple):
-    """Times of merging the partial results over splits of the keys, in microseconds."""
-
-    launch: float  # a launch
-    megabyte: float  # a megabyte of partial results
-
-
 # These times are fitted to 2,000 times of 195 problems in CUDA graphs, drawn at random in log scale (batch 1 and 2, 1
 # to 32 heads, 512 to 16k queries and keys, full and causal), on an H200: half of them are within 4%, nine of ten within
 # 12%. Keys are head dim, block_m and block_n.
@@ -46,7 +39,6 @@ _MEASURED = {
     (128, 192, 80): Times(-0.7, 1.310, 6.4),
     (128, 64, 64): Times(1.6, 0.631, 3.3),
 }
-_MERGE = Merge(4.2, 0.68)
 # The steps of tiles that were not measured are predicted by the line through the two that were, of head dim 128, with
 # the fewest and the most operations: microseconds of any step, and operations per microsecond and multiprocessor.
 _STEP, _FLOPS = 0.37, 7.9e6
@@ -92,13 +84,6 @@ def tile_us(kernel: _Tile) -> float:
     return times_of(kernel).tile + _ROWS_OF_HEADS * kernel.packs_heads
 
 
-def merging_us(rows: int, head_dim_v: int, num_splits: int, megabyte_us: float = _MERGE.megabyte) -> float:
-    """Microseconds that merging the splits of so many rows takes; there is nothing to merge of one split."""
-    if num_splits == 1:
-        return 0.0
-    return _MERGE.launch + megabyte_us * FLOAT_BYTES * 1e-6 * rows * head_dim_v * num_splits
-
-
 def _queries(problem: AttentionProblem, kernel: _Tile) -> int:
     return kernel.block_m // problem.group_size if kernel.packs_heads else kernel.block_m
 
@@ -128,7 +113,8 @@ def splits_worth_trying(problem: AttentionProblem, kernel: _Tile, num_sms: int) 
     has_short_round = tiles > num_sms and -(-tiles // num_sms) * num_sms >= _SHORT_ROUND * tiles
     most = max(_MOST_BLOCKS * num_sms // tiles, _FEW_SPLITS if has_short_round else 1)
     once = max(num_sms // tiles, 1)
-    return sorted(n for n in {*_SPLITS, once} if n == 1 or (n <= min(most, _SPLITS[-1]) and 2 * n <= most_steps))
+    most = min(most, most_steps // 2, OF_MANY_ROWS[-1])
+    return sorted(n for n in {*OF_MANY_ROWS, once} if n == 1 or n <= most)
 
 
 def _computing_us(steps: np.ndarray, blocks_of_each: int, step: float, tile: float, num_sms: int) -> float:
@@ -152,7 +138,6 @@ def predicted_us(problem: AttentionProblem, kernel: _Tile, num_splits: int, num_
     steps = -(-_steps(problem, kernel) // num_splits)
     if num_splits == 1 and steps.any():
         steps = steps[steps > 0]  # a kernel without splits writes tiles that see no key beside the others
-    rows = problem.batch * problem.num_heads_q * problem.seqlen_q
-    merging = merging_us(rows, problem.head_dim_v, num_splits)
+    merging = merging_us(rows_of(problem), problem.head_dim_v, num_splits)
     computing = _computing_us(steps, num_splits * heads, times.step, tile_us(kernel), num_sms)
     return times.launch + computing + merging

@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from cuflash.hardware import (
@@ -23,33 +22,29 @@ from cuflash.hardware import (
 )
 from cuflash.kept import kept
 from cuflash.plan.config import (
-    BY_HALVES,
-    COLUMNS,
     KNOWN_TO_ALL,
     OF_RULES,
-    are_products,
     common,
     flags_of,
     has_plain_scale,
+    has_plain_scores,
     not_taken,
-    of_half,
     with_rules,
     without_window,
 )
 from cuflash.plan.entries import key_results
 from cuflash.plan.record import HOPPER, UNUSUAL_SCALE, Record, candidates, narrowest
-from cuflash.plan.sm90_forward import REGISTERS, SMEM_BESIDE_TILES, Sm90Config
+from cuflash.plan.sm90_config import MORE_TO_LOAD, REGISTERS, SMEM_BESIDE_TILES, Sm90Config
 from cuflash.plan.split_tiles import (
     BACKWARD,
     DK,
     DKV,
     DQ,
-    DROPOUT_AND_BLOCKS,
     DV,
     FORWARD,
-    SplitGradientRow,
     SplitGradientTile,
     SplitTile,
+    Tiles,
 )
 from cuflash.problem.attention_problem import AttentionProblem
 
@@ -67,7 +62,6 @@ _REGISTERS_AT_ONCE, _MOST_REGISTERS = 8, 248
 # Weights of what is read of keys and values for a row, and of a step for a column. They keep each table's order, the
 # fastest first: 128 queries by 16 keys are faster than 64 by 32. They say nothing of how long a tile takes.
 _READING, _STEP = 10, 2
-_BLOCK_MASK_REGISTERS = (56, 224)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +127,11 @@ def _predicted(record: Record[SplitTile]) -> float:
     return _READING / record.tile.block_m + _STEP / record.tile.block_n
 
 
+def _predicted_pass(record: Record[Tiles]) -> float:
+    """Return the predicted time of a score in all kernels of a pass, as `_predicted` does."""
+    return sum(_READING / tile.rows + _STEP / tile.columns for tile in record.tile)
+
+
 def _forward_config(problem: AttentionProblem, record: Record[SplitTile], parts: int) -> SplitForwardConfig:
     tile, flags = record.tile, flags_of(problem)
     consumers = tile.block_m // ROWS_OF_WARPGROUP
@@ -147,7 +146,7 @@ def _forward_config(problem: AttentionProblem, record: Record[SplitTile], parts:
     query_stages = 2 if smem_bytes + queries <= SMEM_BYTES else 1
     smem_bytes += (query_stages - 1) * queries
     registers = tile.producer_registers, _consumer_registers(consumers, tile.producer_registers)
-    plain_scores = has_plain_scale(problem) and are_products(flags)
+    plain_scores = has_plain_scores(problem)
     return SplitForwardConfig(
         entry=record.entries[0],
         query_stages=query_stages,
@@ -165,21 +164,14 @@ def _consumer_registers(consumers: int, producer_registers: int) -> int:
     return min(left // consumers // _REGISTERS_AT_ONCE * _REGISTERS_AT_ONCE, _MOST_REGISTERS)
 
 
-def gradient_config(
-    entry: str,
-    head_dim: int,
-    tile: SplitGradientTile,
-    parts: int,
-    bias_dtype: str | None,
-    flags: tuple[str, ...],
-    plain_scores: bool = True,
+def _gradient_config(
+    problem: AttentionProblem, entry: str, head_dim: int, tile: SplitGradientTile, parts: int
 ) -> SplitGradientConfig:
-    """The configuration of one gradient kernel; `flags` is a subset of `FLAGS`."""
-    wanted = key_results(entry)
+    wanted, flags = key_results(entry), flags_of(problem)
     of_keys = bool(wanted)
     consumers = tile.rows // ROWS_OF_WARPGROUP
     # The thread that loads follows a block mask's lists, which takes registers.
-    registers = _BLOCK_MASK_REGISTERS if "has_block_mask" in flags and consumers > 1 else REGISTERS[consumers]
+    registers = (MORE_TO_LOAD if problem.block_mask and consumers > 1 else REGISTERS)[consumers]
     row_bytes = whole_rows(HALF_BYTES * head_dim)
     key_parts = KEY_PARTS[parts]
     # A kernel for dv alone multiplies no values with dout, so the block's rows come without values.
@@ -198,40 +190,9 @@ def gradient_config(
         deterministic=False,
         ping_pong=False,
         smem_bytes=rows + columns + math.ceil((vectors + SMEM_BESIDE_TILES) / SMEM_ALIGNMENT) * SMEM_ALIGNMENT,
-        **common(SplitGradientConfig, "float32", bias_dtype, flags, tile),
-        **_constants(parts, consumers, registers, plain_scores and are_products(flags)),
+        **common(SplitGradientConfig, problem.dtype, problem.bias_dtype, flags, tile),
+        **_constants(parts, consumers, registers, has_plain_scores(problem)),
     )
-
-
-def gradient_passes(
-    row: SplitGradientRow, parts: int, bias_dtype: str | None, flags: tuple[str, ...], plain_scores: bool = True
-) -> tuple[tuple[SplitGradientConfig, ...], ...]:
-    """The candidates for a pass, the fastest first, each with that of dq first; none where mma.sync is as fast."""
-    options = without_window(flags)
-    with_block_mask = len(options) - 1 if "has_block_mask" in flags else 0  # options that come with a block mask
-    if with_block_mask > (2 if row.most_of_two else 1) or any(x <= options for x in row.without):
-        return ()
-    tiles = row.with_options if options or not plain_scores else row.plain
-    is_narrow = with_block_mask > 1 or any(x <= options for x in row.narrow)
-    if is_narrow or with_block_mask:
-        most = (row.most_of_two or COLUMNS) if is_narrow else WORD_BITS
-        tiles = _at_most(tiles, most)
-    given = parts, bias_dtype, flags, plain_scores
-    passes = [tiles, _at_most(row.with_options, min(tile.columns for tile in tiles.values())), _at_most(tiles, COLUMNS)]
-    return tuple(
-        dict.fromkeys(
-            tuple(gradient_config(entry, row.head_dim, tile, *given) for entry, tile in each.items()) for each in passes
-        )
-    )
-
-
-def _at_most(tiles: dict[str, SplitGradientTile], columns: int) -> dict[str, SplitGradientTile]:
-    return {entry: replace(tile, columns=min(tile.columns, columns)) for entry, tile in tiles.items()}
-
-
-def gradient_configs(*given: Any, **others: Any) -> tuple[SplitGradientConfig, ...]:
-    """The first of `gradient_passes`; none where mma.sync is as fast."""
-    return next(iter(gradient_passes(*given, **others)), ())
 
 
 def _is_taken(problem: AttentionProblem) -> bool:
@@ -260,47 +221,13 @@ def backward(problem: AttentionProblem) -> tuple[tuple[SplitGradientConfig, ...]
     if not _is_taken(problem):
         return ()
     parts = PARTS[problem.precision]
-    widest = max(problem.head_dim, problem.head_dim_v)
-    for row in BACKWARD[parts]:
-        if widest <= row.head_dim:
-            passes = gradient_passes(row, parts, problem.bias_dtype, flags_of(problem), has_plain_scale(problem))
-            return tuple(tuple(with_rules(config, problem) for config in each) for each in passes)
-    return ()
-
-
-def reason(problem: AttentionProblem) -> str:
-    """A sentence for users on the forward kernel; empty where other kernels run."""
-    whole = forward(problem)
-    configs = whole or forward(of_half(problem))
-    return _in_words(configs[0].tile, configs[0]) + ("" if whole else BY_HALVES) if configs else ""
-
-
-def gradient_reason(problem: AttentionProblem) -> str:
-    """A sentence for users on the gradient kernels; empty where other kernels run."""
-    configs = next(iter(backward(problem)), ())
-    return _in_words(", ".join(f"{config.entry} {config.tile}" for config in configs), *configs) if configs else ""
-
-
-def _in_words(tiles: str, *configs: SplitConfig) -> str:
-    parts = configs[0].parts
-    exactness = "one product of float16 each, TF32's error" if parts == 1 else "float16 parts, float32's error"
-    smem_bytes = max(config.smem_bytes for config in configs)
-    limits = f"tiles of {tiles}, {smem_bytes} bytes of shared memory: {configs[0].flags}"
-    return f"wgmma and TMA (NVRTC from 12.9 on), {exactness}, {limits}"
-
-
-_TABLE_FLAGS: tuple[tuple[str, ...], ...] = (
-    *((), *((flag,) for flag in KNOWN_TO_ALL), ("has_window", "has_block_mask")),
-    *((*DROPOUT_AND_BLOCKS,), ("has_window", *DROPOUT_AND_BLOCKS)),
-)
-_ALL_BUT_BLOCK_MASK = tuple(flag for flag in KNOWN_TO_ALL if flag != "has_block_mask")
-
-
-def gradient_table() -> Iterator[tuple[SplitConfig, str]]:
-    """Every gradient kernel, with its dtype."""
-    for parts, rows in BACKWARD.items():
-        for row in rows:
-            narrow = [(*x, *window) for x in row.narrow for window in _TABLE_FLAGS[:2]]
-            for flags in (*_TABLE_FLAGS, *narrow, _ALL_BUT_BLOCK_MASK, _ALL_BUT_BLOCK_MASK[1:]):
-                for config in gradient_configs(row, parts, None, flags):
-                    yield config, "float32"
+    asked = without_window(flags_of(problem)) | ({UNUSUAL_SCALE} if not has_plain_scale(problem) else set())
+    lines = narrowest(BACKWARD[parts], problem.head_dim, problem.head_dim_v)
+    found = candidates(lines, asked, HOPPER, lambda record: True, _predicted_pass)
+    return tuple(
+        tuple(
+            with_rules(_gradient_config(problem, entry, record.head_dim, tile, parts), problem)
+            for entry, tile in zip(record.entries, record.tile, strict=True)
+        )
+        for record in found
+    )

@@ -112,83 +112,60 @@ class SplitGradientTile:
     stages_v: int = 2  # buffers of the columns' values or dout
 
 
-@dataclass(frozen=True)
-class SplitGradientRow:
-    """Kernels for head dims up to this one and their tiles, by entry.
-
-    dk and dv have a kernel each where both together would spill registers.
-    """
-
-    head_dim: int  # widest q, k and v
-    plain: dict[str, SplitGradientTile]  # tiles without options but a window
-    with_options: dict[str, SplitGradientTile]  # tiles with any other option
-    most_of_two: int = 16  # most columns with a block mask and two more options; with 0 other kernels run
-    narrow: tuple[set[str], ...] = ()  # sets of flags with which tiles have no more columns than that
-    without: tuple[set[str], ...] = ()  # sets of flags with which other kernels run
+# The tiles of a pass, one for each of its kernels.
+Tiles = tuple[SplitGradientTile, ...]
+# dk and dv have a kernel each where both together would spill registers.
+_TOGETHER, _APART = (DQ, DKV), (DQ, DK, DV)
 
 
-def _apart(tile: SplitGradientTile, dv_tile: SplitGradientTile | None = None) -> dict[str, SplitGradientTile]:
-    return {DQ: tile, DK: tile, DV: dv_tile or tile}
+def _tiles(*columns: int, rows: int = 128, stages_v: int = 2) -> Tiles:
+    return tuple(SplitGradientTile(rows, n, stages_v=stages_v) for n in columns)
 
 
-_BIAS_AND_BLOCKS, _MASK_AND_BLOCKS = {"has_bias", "has_block_mask"}, {"has_mask", "has_block_mask"}
-DROPOUT_AND_BLOCKS = {"has_dropout", "has_block_mask"}
-_MANY = {"has_bias", "has_mask", "has_alibi", "has_dropout"}
-# Keys are numbers of parts. The first row is taken that is wide enough; where none is, other kernels run.
+def _gradients(parts: int, head_dim: int, entries: tuple[str, ...], *lines: Record[Tiles]) -> tuple[Record[Tiles], ...]:
+    return records(entries, str(parts), (head_dim, head_dim), *lines)
+
+
+# Keys are numbers of parts. The last line of each has the fewest columns, which take the fewest registers.
 BACKWARD = {
     2: (
-        SplitGradientRow(
-            64,
-            {DQ: SplitGradientTile(128, 64), DKV: SplitGradientTile(128, 48)},
-            {DQ: SplitGradientTile(128, 32), DKV: SplitGradientTile(128, 32)},
-            narrow=(_MANY,),
+        *_gradients(2, 64, _TOGETHER, Record(_tiles(64, 48), PLAIN), Record(_tiles(32, 32)), Record(_tiles(16, 16))),
+        *_gradients(
+            2, 128, _APART,
+            Record((*_tiles(32, 32, stages_v=1), *_tiles(64, stages_v=1)), PLAIN),
+            Record((*_tiles(32, 32, stages_v=1), *_tiles(32))),
+            Record((*_tiles(16, 16, stages_v=1), *_tiles(16))),
         ),
-        SplitGradientRow(
-            128,
-            _apart(SplitGradientTile(128, 32, 2, 1), SplitGradientTile(128, 64, 2, 1)),
-            _apart(SplitGradientTile(128, 32, 2, 1), SplitGradientTile(128, 32)),
-            narrow=(_MANY,),
+        *_gradients(
+            2, 192, _APART,
+            Record(_tiles(32, 32, 48, rows=64, stages_v=1), PLAIN),
+            Record(_tiles(32, 32, 32, rows=64, stages_v=1)),
+            Record(_tiles(16, 16, 16, rows=64, stages_v=1)),
         ),
-        SplitGradientRow(
-            192,
-            _apart(SplitGradientTile(64, 32, 2, 1), SplitGradientTile(64, 48, 2, 1)),
-            _apart(SplitGradientTile(64, 32, 2, 1)),
-            narrow=(_BIAS_AND_BLOCKS, _MASK_AND_BLOCKS, DROPOUT_AND_BLOCKS, _MANY),
-        ),
-        SplitGradientRow(
-            256,
-            *2 * (_apart(SplitGradientTile(64, 16, 2, 1), SplitGradientTile(64, 32, 2, 1)),),
-            0,
-            (DROPOUT_AND_BLOCKS,),
-            (
-                _BIAS_AND_BLOCKS,
-                _MASK_AND_BLOCKS,
-                {"has_bias", "has_mask"},
-                {"has_bias", "has_alibi"},
-                {"has_mask", "has_alibi", "has_dropout"},
-            ),
+        *_gradients(
+            2, 256, _APART,
+            Record(_tiles(16, 16, 32, rows=64, stages_v=1)),
+            Record(_tiles(16, 16, 16, rows=64, stages_v=1)),
         ),
     ),
     1: (
-        SplitGradientRow(
-            64,
-            {DQ: SplitGradientTile(128, 64), DKV: SplitGradientTile(128, 64)},
-            {DQ: SplitGradientTile(128, 64), DKV: SplitGradientTile(128, 32)},
-            32,
-            ({"has_bias", "has_mask"}, {"has_bias", "has_alibi", "has_dropout"}),
+        *_gradients(
+            1, 64, _TOGETHER,
+            Record(_tiles(64, 64), PLAIN),
+            Record(_tiles(64, 32), _WITHOUT_BLOCKS),
+            Record(_tiles(32, 32)),
+            Record(_tiles(16, 16)),
         ),
-        SplitGradientRow(
-            128,
-            {DQ: SplitGradientTile(128, 64), DKV: SplitGradientTile(128, 32)},
-            _apart(SplitGradientTile(128, 32)),
-            0,
+        *_gradients(1, 128, _TOGETHER, Record(_tiles(64, 32), PLAIN)),
+        *_gradients(1, 128, _APART, Record(_tiles(32, 32, 32)), Record(_tiles(16, 16, 16))),
+        *_gradients(
+            1, 192, _APART,
+            Record(_tiles(48, 48, 48, stages_v=1), PLAIN),
+            Record(_tiles(32, 32, 32)),
+            Record(_tiles(16, 16, 16)),
         ),
-        SplitGradientRow(
-            192,
-            _apart(SplitGradientTile(128, 48, 2, 1)),
-            _apart(SplitGradientTile(128, 32)),
-            narrow=(_BIAS_AND_BLOCKS,),
+        *_gradients(
+            1, 256, _APART, Record(_tiles(32, 32, 32, stages_v=1), PLAIN), Record(_tiles(16, 16, 16))
         ),
-        SplitGradientRow(256, _apart(SplitGradientTile(128, 32, 2, 1)), _apart(SplitGradientTile(128, 16)), 0),
     ),
-}
+}  # fmt: skip

@@ -30,7 +30,7 @@ from cuflash.plan.record import Record
 from cuflash.plan.sm80_backward import Sm80BackwardConfig
 from cuflash.plan.sm80_forward import Sm80QueryConfig
 from cuflash.plan.sm80_kinds import PARTS_OF
-from cuflash.plan.sm90_forward import Sm90ForwardConfig
+from cuflash.plan.sm90_config import Sm90ForwardConfig
 from cuflash.problem.attention_problem import Array, AttentionProblem
 from cuflash.problem.operands import Operands
 from cuflash.tools import problems

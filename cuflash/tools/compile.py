@@ -10,15 +10,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from itertools import chain
 from typing import Any
 
 from cuflash.cuda import compile as cuda_compile
 from cuflash.cuda import device as cuda_device
 from cuflash.gpu.kernels import load_kernel, source_of
 from cuflash.hardware import capability_of, smem_limit
-from cuflash.plan import listing, sm90_backward_listing, sm90_forward_listing, sm90_fp8
-from cuflash.plan import split as plan_split
+from cuflash.plan import listing, sm90_listing
 from cuflash.plan.config import KernelConfig
 from cuflash.problem.attention_problem import DTYPES
 from cuflash.problem.fp8 import FP8
@@ -90,19 +88,15 @@ def configs(
 
     A thread block has `limit` bytes of shared memory.
     """
-    tables: list[Iterator[tuple[KernelConfig, str]]] = []
-    if has_wgmma:
-        tables += [
-            sm90_forward_listing.table(),
-            sm90_fp8.table(),
-            sm90_backward_listing.table(),
-            listing.kernels(listing.of_split_forward()),
-            plan_split.gradient_table(),
-        ]
-    tables.append(listing.kernels(listing.of_any_gpu(capability, limit)))
-    for config, dtype in chain(*tables):
+    for config, dtype in listing.kernels(_passes(capability, limit, has_wgmma)):
         if dtype in args.dtype and (args.kernel is None or config.entry in args.kernel):
             yield config
+
+
+def _passes(capability: tuple[int, int], limit: int, has_wgmma: bool) -> Iterator[listing.Pass]:
+    if has_wgmma:
+        yield from sm90_listing.of_hopper()
+    yield from listing.of_any_gpu(capability, limit)
 
 
 def in_parallel(jobs: int, work: Callable[[Any], Any], items: list[Any]) -> Iterator[Any]:
@@ -159,7 +153,7 @@ def _later_of(arch: str) -> dict[KernelConfig, list[KernelConfig]]:
     """Return the kernels that run where a first candidate spills, by its kernels."""
     return {
         kernel: [config for later in own.candidates[1:] for config in later if config.entry == kernel.entry]
-        for own in listing.of_any_gpu(capability_of(arch), smem_limit(arch))
+        for own in _passes(capability_of(arch), smem_limit(arch), arch == "sm_90a")
         for kernel in own.candidates[0]
     }
 

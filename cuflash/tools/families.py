@@ -7,9 +7,11 @@ from typing import Any
 from cuflash.hardware import capability_of, num_sms, smem_limit
 from cuflash.plan import sm80_backward, sm80_forward, sm80_kinds, sm80_wide, sm90_backward, sm90_forward
 from cuflash.plan import split as plan_split
-from cuflash.plan.config import BY_HALVES, KernelConfig, of_half
+from cuflash.plan.config import KernelConfig, of_half
 from cuflash.plan.portable import key_kernels, plan
 from cuflash.problem.attention_problem import AttentionProblem
+from cuflash.tools import reasons
+from cuflash.tools.reasons import BY_HALVES
 
 _CARD = ""  # a card of the architecture that is none of those with rules of their own
 
@@ -30,10 +32,10 @@ def _place(arch: str, aligned: bool) -> tuple[bool, tuple[int, int], int]:
 def _forward(problem: AttentionProblem, arch: str, aligned: bool) -> str:
     place = _place(arch, aligned)
     if place[1] == (9, 0) and aligned and not sm90_forward.obstacle(problem):
-        return sm90_forward.reason(problem)
+        return reasons.forward_sm90(problem)
     for own, words in ((problem, ""), (of_half(problem), BY_HALVES)):
         if place[1] == (9, 0) and plan_split.forward(own):
-            return plan_split.reason(problem)
+            return reasons.forward_split(problem)
         configs = sm80_forward.forward(own, *place) or sm80_wide.forward(own, *place)
         if configs and sm80_kinds.pays(own, _CARD, False):
             return _by_mma(configs[0]) + words
@@ -46,9 +48,9 @@ def _backward(problem: AttentionProblem, arch: str, aligned: bool) -> str:
         return _by_mma(*alone[0])
     if place[1] == (9, 0):
         if aligned and not sm90_backward.obstacle(problem):
-            return sm90_backward.reason(problem)
+            return reasons.backward_sm90(problem)
         if plan_split.backward(problem):
-            return plan_split.gradient_reason(problem)
+            return reasons.backward_split(problem)
     passes: tuple[Any, ...] = sm80_backward.backward(problem, *place)
     if not passes and sm80_kinds.pays(problem, _CARD, True):
         passes = sm80_wide.backward(problem, *place)

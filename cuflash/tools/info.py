@@ -17,12 +17,11 @@ from cuflash.cpu.threads import BLAS_THREADS
 from cuflash.cuda import device as cuda_device
 from cuflash.cuda import refusals
 from cuflash.hardware import capability_of, smem_limit
-from cuflash.plan import sm80_backward, sm80_forward, sm80_fp8, sm80_wide, sm90_backward, sm90_forward, sm90_fp8
-from cuflash.plan import split as plan_split
+from cuflash.plan import sm80_backward
 from cuflash.plan.config import flags_of, without_window
 from cuflash.plan.portable import PortableConfig, key_kernels, plan
 from cuflash.problem.attention_problem import HALF_DTYPES, AttentionProblem
-from cuflash.tools import candidates, problems
+from cuflash.tools import candidates, problems, reasons
 from cuflash.tools.arguments import architecture
 from cuflash.tools.families import on_architecture
 
@@ -184,24 +183,24 @@ def _chosen(args: argparse.Namespace, problem: AttentionProblem) -> dict[str, st
         return found
     entries = ["forward", "backward_dq", *key_kernels(problem), *(["backward_bias"] if problem.bias else [])]
     chosen = {entry: _portable_reason(plan(problem, entry)[0]) for entry in entries}
-    reasons = sm90_forward.reason, sm90_backward.reason
+    sentences = reasons.forward_sm90, reasons.backward_sm90
     if problem.dtype == "float32":
-        reasons = plan_split.reason, plan_split.gradient_reason
+        sentences = reasons.forward_split, reasons.backward_split
     dims = f"head dims {problem.head_dim} and {problem.head_dim_v}"
     with_options = " with options" if without_window(flags_of(problem)) else ""
-    no_parts = f"{sm90_forward.OTHER_GPUS}: no kernel on float16 parts for {dims}{with_options}"
+    no_parts = f"{reasons.OTHER_GPUS}: no kernel on float16 parts for {dims}{with_options}"
     directions = "forward on Hopper", "backward on Hopper"
-    hopper = {name: reason(problem) or no_parts for name, reason in zip(directions, reasons, strict=True)}
+    hopper = {name: reason(problem) or no_parts for name, reason in zip(directions, sentences, strict=True)}
     mma = {
-        "forward on tensor cores": sm80_wide.reason(problem, False) or sm80_forward.reason(problem),
-        "backward on tensor cores": sm80_wide.reason(problem, True) or sm80_backward.reason(problem),
+        "forward on tensor cores": reasons.wide(problem, False) or reasons.forward_sm80(problem),
+        "backward on tensor cores": reasons.wide(problem, True) or reasons.backward_sm80(problem),
     }
     if problem.dtype in HALF_DTYPES:
-        mma["forward on FP8 keys and values"] = sm80_fp8.reason(replace(problem, has_fp8_keys=True))
+        mma["forward on FP8 keys and values"] = reasons.fp8_sm80(replace(problem, has_fp8_keys=True))
         bias_dtype = "float32" if problem.bias else None
         codes = replace(problem, has_fp8_keys=True, dtype=e4m3.NAME, bias_dtype=bias_dtype, out_dtype=problem.dtype)
-        hopper["forward on Hopper, FP8 arrays alone"] = sm90_fp8.reason(codes)
-        mma["forward on FP8 arrays alone"] = sm80_fp8.reason(codes)
+        hopper["forward on Hopper, FP8 arrays alone"] = reasons.fp8_sm90(codes)
+        mma["forward on FP8 arrays alone"] = reasons.fp8_sm80(codes)
     if problem.bias:
         configs = sm80_backward.of_bias(problem, True, capability_of("sm_80"), smem_limit("sm_80"))
         of_bias = f"mma.sync, {configs[0].entry} {configs[0].tile} on sm_80" if configs else "portable kernel"

@@ -102,8 +102,13 @@ def problem_of(args: argparse.Namespace) -> AttentionProblem:
         block_size=_BLOCKS if own.block_mask else (0, 0),
         packed=bool(own.packed),
         deterministic=own.deterministic or None,
-        precision=own.precision,
+        precision=_precision_of(own.dtype, own.precision),
     )
+
+
+def _precision_of(dtype: str, precision: str | None) -> str | None:
+    """Return the precision of float32; other dtypes have none."""
+    return precision if dtype == "float32" else None
 
 
 def words_of(problem: AttentionProblem) -> str:
@@ -192,6 +197,8 @@ def random_arrays(problem: AttentionProblem, xp: Any, dtype_of: Callable[[str], 
 def cell_problem(cell: Any, precision: str | None) -> AttentionProblem:
     """Return the problem of a cell of the benchmarks' random suite."""
     sizes = (cell.batch, cell.seqlen_q, cell.seqlen_k, cell.num_heads_q, cell.num_heads_kv)
-    problem = AttentionProblem(*sizes, cell.head_dim, cell.head_dim_v, cell.dtype, precision=precision)
+    problem = AttentionProblem(
+        *sizes, cell.head_dim, cell.head_dim_v, cell.dtype, precision=_precision_of(cell.dtype, precision)
+    )
     scale = 1 / math.sqrt(cell.head_dim)
     return replace(problem, softmax_scale=scale, window_right=0 if cell.causal else None)

@@ -6,6 +6,7 @@ The figures of the plans' tables (`plan.*_times`) come from such runs on the GPU
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -31,7 +32,7 @@ from cuflash.tools.bench.cells import RANDOM, Grid, cells_of
 from cuflash.tools.bench.clock import GraphStopwatch, Stopwatch
 from cuflash.tools.candidates import DIRECTIONS, FORWARD, Candidate, Gpu
 from cuflash.tools.compile import JOBS, in_parallel, unknown_architectures
-from cuflash.tools.info import missing
+from cuflash.tools.info import first_line, missing
 
 ROUNDS, COUNT = 5, 20
 BUDGET_MS = 20.0  # of one candidate in one round
@@ -70,6 +71,7 @@ class Figures(NamedTuple):
     candidate: Candidate
     built: list[Built]  # of its kernels
     round_us: list[float]  # medians of the rounds of the pass on the device; none where it was not timed
+    failure: str = ""  # why it did not run to the end
 
     @property
     def spilled_bytes(self) -> int:
@@ -84,7 +86,7 @@ class Figures(NamedTuple):
     def row(self) -> tuple[str, ...]:
         """The cells of a table."""
         own = self.candidate
-        measured = f"{self.measured_us:.1f} us" if self.measured_us is not None else "-"
+        measured = f"{self.measured_us:.1f} us" if self.measured_us is not None else "failed" if self.failure else "-"
         return (
             own.direction,
             own.family,
@@ -106,6 +108,7 @@ class Figures(NamedTuple):
             "spilled_bytes": self.spilled_bytes,
             "round_us": self.round_us,
             "measured_us": self.measured_us,
+            "failure": self.failure or None,
         }
 
 
@@ -113,7 +116,10 @@ _HEADER = ("pass", "family", "candidate", "compiled", "registers", "spills", "pr
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 0; 1 if a kernel does not compile; 2 for wrong use or where something is missing."""
+    """Return 0; 1 if a kernel does not compile; 2 for wrong use or where something is missing.
+
+    A candidate that does not run, and a problem whose arrays find no memory, are reported and left out.
+    """
     error = problems.error_of(args) or _error_of(args)
     if error:
         print(error, file=sys.stderr)
@@ -132,9 +138,15 @@ def run(args: argparse.Namespace) -> int:
         words = problems.words_of(problem)
         try:
             found = _figures(problem, gpu, device, compiler, clock, args.rounds)
+        except MemoryError as failure:
+            print(f"{words}: left out, as its arrays find no memory: {first_line(failure)}", file=sys.stderr)
+            continue
         except RuntimeError as failure:
             print(f"{words}: {failure}", file=sys.stderr)
             return 1
+        for own in found:
+            if own.failure:
+                print(f"{words}: {own.candidate.words} does not run: {own.failure}", file=sys.stderr)
         print(f"[{number}/{len(drawn)}] {words} on {gpu.arch}, {gpu.num_sms} multiprocessors\n")
         print(_table([own.row() for own in found]), end="\n\n", flush=True)
         lines += [{**facts, "problem": words, **_sizes(problem), **own.as_json()} for own in found]
@@ -147,6 +159,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _error_of(args: argparse.Namespace) -> str:
     """Say in a sentence what is missing, or what contradicts itself; empty if nothing does."""
+    if args.output and (reason := _unwritable(args.output)):
+        return f"--output: expected a file that can be written, got {args.output}: {reason}"
     lacks = missing()
     need = next((name for name in ("CuPy", "NVRTC") if name in lacks), None)
     if need is not None:
@@ -163,6 +177,17 @@ def _error_of(args: argparse.Namespace) -> str:
     if args.arch and capability_of(args.arch) != here.capability:
         return f"--arch: expected {here.arch}, the GPU here, got {args.arch}; others go with --compile-only"
     return ""
+
+
+def _unwritable(path: Path) -> str:
+    """Say why no file can be written at a path, whose folders may be missing; empty if one can."""
+    if path.is_dir():
+        return "it is a folder"
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if not folder.is_dir():
+        return f"{folder} is no folder"
+    target = path if path.exists() else folder
+    return "" if os.access(target, os.W_OK) else "permission denied"
 
 
 def _problems(args: argparse.Namespace) -> list[AttentionProblem]:
@@ -223,19 +248,29 @@ def _figures(
     built = [compiler(own.kernels) for own in found]
     spilled = [max(kernel.spilled_bytes for kernel in own) for own in built]
     found = candidates.with_spills(found, spilled)
-    times: list[list[float]] = [[] for _ in found]
+    times: list[_Timed] = [_Timed([]) for _ in found]
     if device is not None and clock is not None:
         timed = [own if not bytes_ else None for own, bytes_ in zip(found, spilled, strict=True)]
         compiler.load([kernel for own in timed if own is not None for kernel in own.kernels], device)
         times = _times(problem, device, timed, clock, rounds)
-    return [Figures(*own) for own in zip(found, built, times, strict=True)]
+    return [Figures(own, kernels, *timed) for own, kernels, timed in zip(found, built, times, strict=True)]
+
+
+class _Timed(NamedTuple):
+    """The times of a candidate, or why it has none."""
+
+    round_us: list[float]
+    failure: str = ""
 
 
 def _times(
     problem: AttentionProblem, device: Device, found: Sequence[Candidate | None], clock: Stopwatch, rounds: int
-) -> list[list[float]]:
-    """Return the microseconds of each candidate's pass on random arrays, the median of each round."""
-    times: list[list[float]] = [[] for _ in found]
+) -> list[_Timed]:
+    """Return the microseconds of each candidate's pass on random arrays, the median of each round.
+
+    A candidate is prepared anew in each round, so that one graph at a time has memory; one that fails has no times.
+    """
+    times = [_Timed([]) for _ in found]
     with clock.within():
         arrays = problems.arrays_of(problem, problems.random_arrays(problem, device.namespace, dtype_of))
         # A block mask is prepared by its first call, outside of a capture.
@@ -252,16 +287,20 @@ def _times(
 
         # Gradients read the results of the forward pass.
         candidates.run(FORWARD, candidates.work_of(FORWARD, problem, arrays, operands, device), {})
-        for direction in DIRECTIONS:
-            calls = {
-                str(index): clock.prepared(call_of(own))
-                for index, own in enumerate(found)
-                if own is not None and own.direction == direction
-            }
-            for index, of_rounds in clock.interleaved(calls, rounds).items():
-                times[int(index)] = [1e3 * statistics.median(of_round) for of_round in of_rounds]
-            del calls
-            capture.forget()
+        for number in range(rounds):
+            first = number % max(1, len(found))  # every round begins with another candidate
+            for index in (*range(first, len(found)), *range(first)):
+                own = found[index]
+                if own is None or times[index].failure:
+                    continue
+                try:
+                    timed = {str(index): clock.prepared(call_of(own))}
+                    (of_round,) = clock.interleaved(timed, 1)[str(index)]
+                    times[index].round_us.append(1e3 * statistics.median(of_round))
+                    del timed
+                except (RuntimeError, MemoryError) as failure:
+                    times[index] = _Timed([], first_line(failure))
+                capture.forget()
     return times
 
 

@@ -56,9 +56,14 @@ def test_results(dtype: str, seqlen_q: int, batch: int, monkeypatch: pytest.Monk
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(at_once, "can_forward", lambda p: False)
         expected, expected_lse = cuflash.attention(q, k, v, return_lse=True)
-    calls = []
+    calls: list[bool] = []
     once = at_once.forward
-    monkeypatch.setattr(at_once, "forward", lambda *a: calls.append(once(*a)) or calls[-1])
+
+    def noted(*arguments: Any) -> bool:
+        calls.append(once(*arguments))
+        return calls[-1]
+
+    monkeypatch.setattr(at_once, "forward", noted)
     out, lse = cuflash.attention(q, k, v, out=target, return_lse=True)
     assert calls == [True]
     assert out is target

@@ -16,8 +16,10 @@ from devices import Device
 
 from cuflash import hardware
 from cuflash.cuda import source as cuda_source
-from cuflash.plan import sm90_backward, sm90_backward_listing, sm90_backward_tiles, sm90_forward, sm90_forward_listing
+from cuflash.plan import listing, sm90_backward_tiles, sm90_listing
 from cuflash.plan.config import KernelConfig
+from cuflash.plan.sm90_backward_config import Sm90BackwardConfig
+from cuflash.plan.sm90_config import Sm90ForwardConfig
 
 pytestmark = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
 
@@ -32,7 +34,7 @@ def is_wide(config: KernelConfig) -> bool:
 
 def repeats_columns(config: KernelConfig) -> bool:
     return (
-        isinstance(config, sm90_backward.Sm90BackwardConfig)
+        isinstance(config, Sm90BackwardConfig)
         and config.entry == sm90_backward_tiles.NARROW
         and config.block_m == hardware.ROWS_OF_WARPGROUP
         and config.dq_columns >= config.head_dim
@@ -40,7 +42,7 @@ def repeats_columns(config: KernelConfig) -> bool:
 
 
 def has_blocks_without_order(config: KernelConfig) -> bool:
-    return isinstance(config, sm90_forward.Sm90ForwardConfig) and config.has_block_mask and not config.ping_pong
+    return isinstance(config, Sm90ForwardConfig) and config.has_block_mask and not config.ping_pong
 
 
 PLANTED: tuple[tuple[str, str, str, Callable[[KernelConfig], bool], str], ...] = (
@@ -75,7 +77,7 @@ def test_defect_is_named(file: str, old: str, new: str, takes: Callable[[KernelC
         return text
 
     device = CpuDevice((9, 0), 3, Check.SHARED)
-    table = (*sm90_forward_listing.table(), *sm90_backward_listing.table())
+    table = (*listing.kernels(sm90_listing.of_forward()), *listing.kernels(sm90_listing.of_backward()))
     config, dtype = next((config, dtype) for config, dtype in table if takes(config))
     place = Device(device.name, np, partial(hook.kernels_on, device))
     with mock.patch.object(cuda_source, "_read", edited), pytest.raises(DeviceError, match=expected):

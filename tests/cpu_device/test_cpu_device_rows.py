@@ -17,9 +17,9 @@ from cpu_device import hook
 from cpu_device.device import SMEM_LIMITS, Check, CpuDevice
 from devices import Device
 
-from cuflash.plan import listing, sm90_backward, sm90_backward_listing, sm90_forward, sm90_forward_listing
-from cuflash.plan import split as plan_split
+from cuflash.plan import listing, sm90_backward, sm90_listing
 from cuflash.plan.config import KernelConfig
+from cuflash.plan.sm90_config import Sm90ForwardConfig
 
 pytestmark = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
 
@@ -48,10 +48,10 @@ def all_rows() -> Iterator[Row]:
         tables += [(capability, False, listing.kernels(family(capability, limit))) for family in mma]
         if capability == (9, 0):
             hopper = (
-                sm90_forward_listing.table(),
-                sm90_backward_listing.table(),
-                listing.kernels(listing.of_split_forward()),
-                plan_split.gradient_table(),
+                listing.kernels(sm90_listing.of_forward()),
+                listing.kernels(sm90_listing.of_backward()),
+                listing.kernels(sm90_listing.of_split_forward()),
+                listing.kernels(sm90_listing.of_split_backward()),
             )
             tables += [(capability, True, table) for table in hopper]
         for own, has_wgmma, table in tables:
@@ -76,7 +76,7 @@ def of_row(params: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
 )
 def test_row(row: Row) -> None:
     config = row.config
-    few_tiles = isinstance(config, sm90_forward.Sm90ForwardConfig) and config.splits_keys
+    few_tiles = isinstance(config, Sm90ForwardConfig) and config.splits_keys
     check = Check.SHARED if row.has_wgmma else None
     device = CpuDevice(row.capability, SMS_OF_FEW_TILES if few_tiles else NUM_SMS, check)
     device.has_wgmma, device.smem_limit = row.has_wgmma, row.smem_limit

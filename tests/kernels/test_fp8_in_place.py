@@ -29,6 +29,7 @@ from cuflash.gpu import kernels, launch
 from cuflash.plan import listing, sm80_fp8
 from cuflash.plan.config import KernelConfig
 from cuflash.problem.attention_problem import AttentionProblem
+from cuflash.tools import reasons
 
 Array = NDArray[Any]
 
@@ -307,7 +308,7 @@ def test_they_compile_without_spills(arch: str) -> None:
 def test_older_gpus_convert() -> None:
     problem = AttentionProblem(1, 64, 64, 2, 2, 64, 64, "float16", has_fp8_keys=True)
     assert sm80_fp8.forward(problem, True, (7, 5), hardware.smem_limit("sm_75")) == ()
-    assert "converted to float32 on GPUs older than sm_80" in sm80_fp8.reason(problem)
+    assert "converted to float32 on GPUs older than sm_80" in reasons.fp8_sm80(problem)
     assert sm80_fp8.forward(problem, True, (8, 0), hardware.smem_limit("sm_80")) != ()
 
 

@@ -13,7 +13,7 @@ from cuflash import cuda_src, hardware
 from cuflash.cuda import compile as cuda_compile
 from cuflash.cuda import source
 from cuflash.gpu import kernels
-from cuflash.plan import entries, listing, sm90_backward_listing, sm90_forward_listing, sm90_fp8
+from cuflash.plan import entries, listing, sm90_listing
 from cuflash.plan.config import KernelConfig
 from cuflash.plan.portable_tiles import OPERAND_ENTRIES
 
@@ -24,9 +24,8 @@ def configs() -> Iterator[KernelConfig]:
     """Yield a configuration of each kernel."""
     place = hardware.capability_of(compiling.HOPPER), hardware.smem_limit(compiling.HOPPER)
     found: dict[str, KernelConfig] = {}
-    codes = listing.kernels((*listing.of_fp8(*place), *listing.of_split_forward()))
-    tables = sm90_forward_listing.table(), sm90_backward_listing.table(), sm90_fp8.table(), codes
-    for config in (*(x for table in tables for x, _ in table), *compiling.tables_of(compiling.HOPPER)):
+    tables = listing.kernels((*sm90_listing.of_hopper(), *listing.of_fp8(*place)))
+    for config in (*(x for x, _ in tables), *compiling.tables_of(compiling.HOPPER)):
         found.setdefault(config.entry, config)
     yield from found.values()
     yield from (compiling.reading_pages(found[name]) for name in compiling.PAGED)

@@ -15,8 +15,10 @@ import cuflash
 from cuflash import hardware
 from cuflash.gpu import launch
 from cuflash.gpu import sm90 as gpu_sm90
-from cuflash.plan import sm90_backward, sm90_backward_listing, sm90_backward_tiles, sm90_query_splits
+from cuflash.plan import listing, sm90_backward, sm90_backward_tiles, sm90_listing, sm90_query_splits
+from cuflash.plan.sm90_backward_config import Sm90BackwardConfig
 from cuflash.problem.attention_problem import AttentionProblem
+from cuflash.tools import reasons
 
 Array = np.ndarray[Any, Any]
 pytestmark = pytest.mark.skipif(not device.available(), reason=device.NO_COMPILER)
@@ -308,7 +310,7 @@ def test_bias_and_mask_of_keys_alone(name: str, rows: int) -> None:
     options: dict[str, Any] = {name: np.broadcast_to(x, (*x.shape[:-2], rows, keys))}
     both(q, k, v, hidden_keys=HIDDEN_BY_MASK, **options)
     config = next(x.kernel.config for x in launch._launches.values() if x.kernel.entry == sm90_backward_tiles.NARROW)
-    assert isinstance(config, sm90_backward.Sm90BackwardConfig)
+    assert isinstance(config, Sm90BackwardConfig)
     assert config.has_bias_tiles or config.has_mask_vectors
 
 
@@ -366,7 +368,7 @@ def test_some_gradients_are_the_same_in_order(wanted: str) -> None:
 
 def test_float32_takes_other_kernels() -> None:
     problem = AttentionProblem(1, 8, 8, 1, 1, 64, 64, "float32")
-    assert "float32" in sm90_backward.reason(problem)
+    assert "float32" in reasons.backward_sm90(problem)
 
 
 @pytest.mark.parametrize("options", [{"window": (30, 10)}, LENGTHS], ids=["window", "lengths"])
@@ -406,8 +408,10 @@ def test_padding_far_behind_packed_queries(deterministic: bool, tail: int) -> No
 
 
 @needs_compiler
-@pytest.mark.parametrize("entry", sorted({config.entry for config, _ in sm90_backward_listing.table()}))
+@pytest.mark.parametrize("entry", sorted({config.entry for config, _ in listing.kernels(sm90_listing.of_backward())}))
 def test_every_row_compiles_without_spills(entry: str) -> None:
-    configs = [c for c, dtype in sm90_backward_listing.table() if c.entry == entry and dtype == "bfloat16"]
+    configs = [
+        c for c, dtype in listing.kernels(sm90_listing.of_backward()) if c.entry == entry and dtype == "bfloat16"
+    ]
     for config in compiled(HOPPER, configs):
         assert_compiles_well(HOPPER, config)

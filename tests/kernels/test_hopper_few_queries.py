@@ -18,7 +18,7 @@ from paging import as_paged, used_of_pool
 import cuflash
 from cuflash.gpu import launch
 from cuflash.gpu import sm90 as gpu_sm90
-from cuflash.plan import sm90_few_queries, sm90_forward, sm90_forward_listing, sm90_grid, sm90_tiles
+from cuflash.plan import listing, sm90_few_queries, sm90_forward, sm90_grid, sm90_listing, sm90_tiles
 from cuflash.plan.record import ANYTHING, PLAIN
 from cuflash.problem.attention_problem import AttentionProblem
 from cuflash.problem.pages import Pages
@@ -264,7 +264,7 @@ def test_many_rows_of_several_heads_leave_registers_to_options_and_pages(heads: 
     pages = Pages(512, 16, 512)
     for head_dims in sm90_tiles.HEAD_DIMS:
         lines = [line for line in sm90_tiles.FORWARD if (line.head_dim, line.head_dim_v) == head_dims]
-        of_pages = [x.tile for x in lines if x.where == (sm90_tiles.HEADS, sm90_tiles.PAGES) and x.takes == PLAIN]
+        of_pages = [x.tile for x in lines if x.needs == (sm90_tiles.HEADS, sm90_tiles.PAGES) and x.takes == PLAIN]
         of_anything = next(line.tile for line in lines if line.takes == ANYTHING)
         sizes = (1, 2, 8192, heads, 1, *head_dims, "bfloat16")
         plain = sm90_forward.config_for(AttentionProblem(*sizes, pages=pages))
@@ -275,7 +275,7 @@ def test_many_rows_of_several_heads_leave_registers_to_options_and_pages(heads: 
 
 
 def test_no_warpgroup_waits_for_registers_that_a_launch_does_not_have() -> None:
-    for config, _ in sm90_forward_listing.table():
+    for config, _ in listing.kernels(sm90_listing.of_forward()):
         of_launch = min(2**16 // config.threads // 8 * 8, 255)
         taken = config.producer_registers + config.consumers * config.consumer_registers
         assert taken <= of_launch * (config.consumers + 1), config

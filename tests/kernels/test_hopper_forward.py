@@ -17,8 +17,10 @@ from devices import Device
 import cuflash
 from cuflash.gpu import launch
 from cuflash.gpu import sm90 as gpu_sm90
-from cuflash.plan import sm90_forward, sm90_forward_listing, sm90_grid, sm90_tiles, sm90_times
+from cuflash.plan import listing, sm90_forward, sm90_grid, sm90_listing, sm90_tiles, sm90_times
+from cuflash.plan.sm90_config import Sm90ForwardConfig
 from cuflash.problem.attention_problem import AttentionProblem
+from cuflash.tools import reasons
 
 Array = np.ndarray[Any, Any]
 no_compiler = pytest.mark.skipif(not device.available(), reason=device.NO_COMPILER)
@@ -27,7 +29,7 @@ no_compiler = pytest.mark.skipif(not device.available(), reason=device.NO_COMPIL
 @pytest.fixture(autouse=True)
 def large_grids(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let the small problems of tests take the kernels of large ones, however many multiprocessors there are."""
-    monkeypatch.setattr(sm90_grid, "_MOST_WAVES", 0)
+    monkeypatch.setattr(sm90_grid, "MANY_WAVES", 0)
     sm90_grid.for_grid.cache_clear()
     yield
     sm90_grid.for_grid.cache_clear()
@@ -36,7 +38,7 @@ def large_grids(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def small_grids(large_grids: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let problems take the kernels that are best for them."""
-    monkeypatch.setattr(sm90_grid, "_MOST_WAVES", 7)
+    monkeypatch.setattr(sm90_grid, "MANY_WAVES", 7)
 
 
 @pytest.fixture(params=[pytest.param("cpu device", marks=no_compiler), pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -224,7 +226,7 @@ def test_block_mask_of_wholly_visible_and_hidden_tiles(place: Device) -> None:
 
 def assert_two_teams() -> None:
     (only,) = launch._launches.values()
-    assert isinstance(only.kernel.config, sm90_forward.Sm90ForwardConfig)
+    assert isinstance(only.kernel.config, Sm90ForwardConfig)
     assert only.kernel.config.teams == 2
 
 
@@ -501,7 +503,7 @@ def test_other_layouts_and_dtypes_take_other_kernels() -> None:
     padded = np.zeros((1, 8, 1, 64), np.float16)[..., :56].strides
     assert sm90_forward.forward(problem, ((odd, shape),) * 3) is None
     assert sm90_forward.forward(problem, ((padded, shape),) * 3) is not None
-    assert "float32" in sm90_forward.reason(AttentionProblem(1, 8, 8, 1, 1, 64, 64, "float32"))
+    assert "float32" in reasons.forward_sm90(AttentionProblem(1, 8, 8, 1, 1, 64, 64, "float32"))
 
 
 BIASES: dict[str, Any] = {
@@ -609,7 +611,9 @@ def test_many_tiles_are_the_same_bits_as_few() -> None:
 @needs_compiler
 @pytest.mark.parametrize("head_dims", sm90_tiles.HEAD_DIMS)
 def test_every_row_compiles_without_spills(head_dims: tuple[int, int]) -> None:
-    table = sorted({config for config, dtype in sm90_forward_listing.table() if dtype == "bfloat16"}, key=str)
+    table = sorted(
+        {config for config, dtype in listing.kernels(sm90_listing.of_forward()) if dtype == "bfloat16"}, key=str
+    )
     configs = [c for c in compiled(HOPPER, table) if (c.head_dim, c.head_dim_v) == head_dims]
     assert configs
     for config in configs:

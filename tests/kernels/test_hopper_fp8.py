@@ -23,8 +23,9 @@ from rows import options_of
 import cuflash
 from cuflash import reference
 from cuflash.gpu import launch
-from cuflash.plan import sm80_fp8, sm90_fp8
+from cuflash.plan import listing, sm80_fp8, sm90_fp8, sm90_listing
 from cuflash.problem.attention_problem import AttentionProblem
+from cuflash.tools import reasons
 
 Array = NDArray[Any]
 
@@ -169,7 +170,7 @@ def test_splits_of_the_keys(options: dict[str, Any]) -> None:
 
 def test_splits_fill_the_gpu() -> None:
     problem = AttentionProblem(1, 128, 65536, 4, 4, 128, 128, CODES, has_fp8_keys=True, out_dtype="bfloat16")
-    (config,) = sm90_fp8.forward(problem, ())
+    config = sm90_fp8.forward(problem, ())[0]
     whole, number = sm90_fp8.with_splits(problem, config, num_sms=132)
     assert number > 8
     assert whole.splits_keys
@@ -297,7 +298,7 @@ def test_sums_of_few_bits_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_nvrtc
 def test_they_compile_without_spills() -> None:
     """Records such that every option and head dim occurs; in the whole tier all of them."""
-    configs = list(dict.fromkeys(config for config, _ in sm90_fp8.table()))
+    configs = list(dict.fromkeys(config for config, _ in listing.kernels(sm90_listing.of_fp8())))
     for config in configs if tiers.is_whole() else tiers.covering(configs, options_of):
         assert_compiles_well(HOPPER, config)
 
@@ -305,7 +306,7 @@ def test_they_compile_without_spills() -> None:
 def test_which_problems_it_takes() -> None:
     layouts = (((128, 128, 64, 1), (1, 100, 2, 64)),) * 3
     problem = AttentionProblem(1, 100, 100, 2, 2, 64, 64, CODES, has_fp8_keys=True, out_dtype="bfloat16")
-    (config,) = sm90_fp8.forward(problem, layouts)
+    config = sm90_fp8.forward(problem, layouts)[0]
     assert (config.entry, config.has_fp8, config.token_scales) == (sm90_fp8.ENTRY, True, False)
     assert sm90_fp8.forward(problem, (((120, 120, 60, 1), (1, 100, 2, 60)),)) == ()
     for change, words in (
@@ -316,6 +317,6 @@ def test_which_problems_it_takes() -> None:
     ):
         other = replace(problem, **change)
         assert sm90_fp8.forward(other, layouts) == ()
-        assert words in sm90_fp8.reason(other)
+        assert words in reasons.fp8_sm90(other)
         assert sm80_fp8.takes(other, (9, 0)) or change.get("head_dim") == 512
-    assert "wgmma on e4m3 codes" in sm90_fp8.reason(problem)
+    assert "wgmma on e4m3 codes" in reasons.fp8_sm90(problem)

@@ -30,9 +30,8 @@ from cuflash.gpu import kernels as gpu_kernels
 from cuflash.gpu import params as gpu_params
 from cuflash.gpu import portable as gpu_portable
 from cuflash.plan import config as plan_config
-from cuflash.plan import listing, sm80_wide, sm90_backward_listing, sm90_forward_listing, sm90_fp8
+from cuflash.plan import listing, sm80_wide, sm90_listing
 from cuflash.plan import portable as plan_portable
-from cuflash.plan import split as plan_split
 from cuflash.plan.config import FLAGS
 from cuflash.problem.attention_problem import AttentionProblem
 
@@ -175,9 +174,7 @@ def test_the_parameter_struct_has_no_gaps_that_differ() -> None:
 
 def test_warpgroups_ask_for_no_more_registers_than_their_block_has() -> None:
     """A warpgroup that asked for more (setmaxnreg.inc) would wait for ever, as a block has those of its launch."""
-    tables = sm90_forward_listing.table, sm90_fp8.table, sm90_backward_listing.table, plan_split.gradient_table
-    configs = [config for table in tables for config, _ in table()]
-    configs += [config for config, _ in listing.kernels(listing.of_split_forward())]
+    configs = [config for config, _ in listing.kernels(sm90_listing.of_hopper())]
     assert configs
     for config in configs:
         of_thread = min(65536 // config.threads // 8 * 8, 255)  # as ptxas gives them to kernels with launch bounds

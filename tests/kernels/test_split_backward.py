@@ -13,8 +13,8 @@ from cpu_device import device, hook
 
 import cuflash
 from cuflash.gpu import launch
+from cuflash.plan import listing, sm90_listing, split_tiles
 from cuflash.plan import split as plan_split
-from cuflash.plan import split_tiles
 from cuflash.plan.entries import key_results
 from cuflash.problem.attention_problem import AttentionProblem
 
@@ -116,6 +116,13 @@ def test_block_mask_beside_two_options(head_dim: int, precision: str | None) -> 
     both(*inputs(head_dim, head_dim), hidden=HIDDEN_BY_MASK, eps=eps, **options)
 
 
+@pytest.mark.parametrize("head_dim", [64, 200])
+def test_block_mask_beside_all_options(head_dim: int) -> None:
+    block_mask = cuflash.BlockMask.from_dense(MASK, block_size=(16, 16))
+    others = {name: x for each in ("softcap", "alibi", "bias", "dropout") for name, x in OPTIONS[each][1].items()}
+    both(*inputs(head_dim, head_dim), hidden=HIDDEN_BY_MASK, block_mask=block_mask, mask=MASK[::-1], **others)
+
+
 def test_block_mask_in_narrow_tiles() -> None:
     block_mask = cuflash.BlockMask.from_dense(MASK, block_size=(16, 16))
     both(*inputs(256, 256), hidden=HIDDEN_BY_MASK, block_mask=block_mask)
@@ -201,32 +208,23 @@ def test_a_block_mask_and_a_window_beside_one_option_and_two(name: str) -> None:
         assert all(map(plan_split.backward, beside))
 
 
-def test_wide_heads_with_a_block_mask_beside_two_options_take_other_kernels() -> None:
-    problem = AttentionProblem(1, 8, 8, 1, 1, 200, 64, "float32", softcap=2.0, block_mask=True)
-    for precision in (None, "tf32"):
-        problem = replace(problem, precision=precision)
-        assert plan_split.backward(problem)
-        assert plan_split.backward(replace(problem, dropout_p=0.1)) == ()
-
-
-def test_wide_heads_with_options_that_would_spill_take_other_kernels() -> None:
-    problem = AttentionProblem(1, 8, 8, 1, 1, 200, 64, "float32", **BESIDE_BLOCK_MASK["bias"])
-    for name in ("slopes", "mask"):
-        assert plan_split.backward(replace(problem, **BESIDE_BLOCK_MASK[name])) == ()
-        assert plan_split.backward(replace(problem, precision="tf32", **BESIDE_BLOCK_MASK[name]))
-    assert plan_split.backward(replace(problem, block_mask=True)) == ()
-    assert plan_split.backward(replace(problem, softcap=2.0, dropout_p=0.1))
-
-
-def test_a_block_mask_beside_three_options_takes_other_kernels() -> None:
-    problem = AttentionProblem(1, 8, 8, 1, 1, 64, 64, "float32", softcap=2.0, block_mask=True)
-    assert plan_split.backward(replace(problem, dropout_p=0.1, window_right=0))
-    assert plan_split.backward(replace(problem, dropout_p=0.1, alibi=(1, 1))) == ()
+@pytest.mark.parametrize("precision", [None, "tf32"])
+def test_any_options_have_candidates_with_ever_fewer_columns(precision: str | None) -> None:
+    """How many registers a set of options leaves is met when it is compiled, and the last tile takes the fewest."""
+    problem = AttentionProblem(1, 8, 8, 1, 1, 64, 64, "float32", block_mask=True, precision=precision)
+    for options in BESIDE_BLOCK_MASK.values():
+        problem = replace(problem, **options)
+        for head_dim in (64, 128, 192, 256):
+            passes = plan_split.backward(replace(problem, head_dim=head_dim))
+            columns = [sum(c.block_m if c.of_keys else c.block_n for c in each) for each in passes]
+            assert columns == sorted(set(columns), reverse=True) and columns[-1] == 16 * len(passes[-1])
 
 
 @needs_compiler
-@pytest.mark.parametrize("entry", sorted({config.entry for config, _ in plan_split.gradient_table()}))
+@pytest.mark.parametrize(
+    "entry", sorted({config.entry for config, _ in listing.kernels(sm90_listing.of_split_backward())})
+)
 def test_every_row_compiles_without_spills(entry: str) -> None:
-    configs = {config for config, _ in plan_split.gradient_table() if config.entry == entry}
+    configs = {config for config, _ in listing.kernels(sm90_listing.of_split_backward()) if config.entry == entry}
     for config in compiled(HOPPER, sorted(configs, key=str)):
         assert_compiles_well(HOPPER, config)

@@ -12,7 +12,7 @@ from cpu_device import device, hook
 
 import cuflash
 from cuflash.gpu import launch
-from cuflash.plan import listing, split_tiles
+from cuflash.plan import listing, sm90_listing, split_tiles
 from cuflash.plan import split as plan_split
 from cuflash.problem.attention_problem import AttentionProblem
 
@@ -218,7 +218,7 @@ def test_what_is_no_float32_takes_other_kernels() -> None:
     ),
 )
 def test_every_row_compiles_without_spills(parts: int, head_dims: tuple[int, int]) -> None:
-    table = [config for config, _ in listing.kernels(listing.of_split_forward())]
+    table = [config for config, _ in listing.kernels(sm90_listing.of_split_forward())]
     configs = [
         config
         for config in compiled(HOPPER, table)

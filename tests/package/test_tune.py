@@ -22,6 +22,7 @@ from cuflash.gpu.ahead import Rehearsal
 from cuflash.gpu.kernels import source_of
 from cuflash.hardware import smem_limit
 from cuflash.tools import candidates, problems, tune
+from cuflash.tools.bench import clock as clocks
 
 COMPILER = "sm_80, NVRTC 1.2, driver 3"
 
@@ -196,7 +197,7 @@ def test_tune_times_every_candidate(
     assert main(given.split()) == 0
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     one_is_chosen(lines)
-    assert clock.calls == len(lines) == ran.count("forward") - 1 + ran.count("backward") > 4
+    assert clock.calls == 3 * len(lines) == ran.count("forward") - 1 + ran.count("backward") > 12
     assert len(compiled) == len(lines)
     for number, line in enumerate(lines):
         assert line["measured_us"] == 1e3 * (1 + number) and len(line["round_us"]) == 3
@@ -223,6 +224,101 @@ def test_tune_prepares_a_block_mask_once(monkeypatch: pytest.MonkeyPatch) -> Non
     clock: Any = Clock()
     times = tune._times(problem, device, found, clock, 1)
     assert clock.calls == len(times) == len(found) > 2 and len(masks) == 1
+
+
+class Full(Clock):
+    """A stopwatch for which some candidates find no memory, or fail."""
+
+    def prepared(self, call: Callable[[], None]) -> Callable[[], None]:
+        self.calls += 1
+        if self.calls in (1, 2):
+            raise (MemoryError, RuntimeError)[self.calls - 1](f"failure {self.calls}\nand more")
+        return call
+
+
+def test_a_candidate_that_fails_is_told_and_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    device: Any = CpuDevice((8, 0), num_sms=4)
+    reports(monkeypatch)
+    monkeypatch.setattr(candidates, "device_here", lambda: device)
+    monkeypatch.setattr(tune, "stopwatch", lambda device: Full())
+    monkeypatch.setattr(tune._Compiler, "load", lambda *_: None)
+    run = candidates.run
+    monkeypatch.setattr(candidates, "run", lambda *x: run(*x) if isinstance(x[1], Rehearsal) else None)
+    file = tmp_path / "missing" / "figures.jsonl"
+    given = f"tune --dtype float16 --seqlen 70 --rounds 2 --output {file}"
+    assert main(given.split()) == 0
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["failure"] for line in lines[:3]] == ["failure 1", "failure 2", None] and len(lines) > 3
+    assert [line["measured_us"] is None for line in lines] == [True, True] + [False] * (len(lines) - 2)
+    words = capsys.readouterr()
+    assert "does not run: failure 1" in words.err and "does not run: failure 2" in words.err
+    assert words.out.count("failed") == 2
+
+
+def test_a_problem_without_memory_is_told_and_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    device: Any = CpuDevice((8, 0), num_sms=4)
+    reports(monkeypatch)
+    monkeypatch.setattr(candidates, "device_here", lambda: device)
+    monkeypatch.setattr(tune, "stopwatch", lambda device: Clock())
+    monkeypatch.setattr(tune._Compiler, "load", lambda *_: None)
+
+    def random_arrays(*_: Any) -> Any:
+        raise MemoryError("out of memory")
+
+    monkeypatch.setattr(problems, "random_arrays", random_arrays)
+    assert main(["tune", "--dtype", "float16", "--seqlen", "70"]) == 0
+    words = capsys.readouterr()
+    assert "left out" in words.err and words.out == "nothing was timed\n"
+
+
+def test_a_failed_capture_is_ended() -> None:
+    called: list[str] = []
+
+    class Stream:
+        def __getattr__(self, name: str) -> Any:
+            return lambda: called.append(name)
+
+    clock = object.__new__(clocks.GraphStopwatch)
+    clock._torch, clock._stream = None, Stream()
+    clock._gpu_times = lambda *_: [1.0]  # type: ignore[method-assign]
+
+    def call() -> None:
+        if "begin_capture" in called:
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        clock.prepared(call)
+    assert called == ["synchronize", "begin_capture", "end_capture"]
+
+
+def test_a_place_that_takes_no_file_is_found_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    for place, words in ((tmp_path, "it is a folder"), (tmp_path / "file" / "x.jsonl", "is no folder")):
+        assert main(["tune", "--compile-only", "--output", str(place)]) == 2
+        assert words in capsys.readouterr().err
+    assert [x.name for x in tmp_path.iterdir()] == ["file"]
+
+
+def test_the_gpu_here_has_two_names(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    device: Any = CpuDevice((9, 0), num_sms=4)
+    reports(monkeypatch)
+    monkeypatch.setattr(candidates, "device_here", lambda: device)
+    monkeypatch.setattr(tune, "stopwatch", lambda device: Clock())
+    monkeypatch.setattr(tune, "_figures", lambda *_: [])
+    for arch in ("sm_90", "sm_90a"):
+        assert main(["tune", "--arch", arch, "--seqlen", "8"]) == 0
+
+
+def test_the_precision_is_float32s(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    reports(monkeypatch)
+    for given, is_said in (("", False), ("--dtype float32", True), ("--dtype float16 --seqlen 64", False)):
+        assert main(f"tune --compile-only --arch sm_80 --count 1 --precision tf32 {given}".split()) == 0
+        (title,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("["))
+        assert ("tf32" in title) is is_said
 
 
 def test_tune_compiles_alone(

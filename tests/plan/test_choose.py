@@ -162,8 +162,9 @@ def test_a_rule_that_spills_everywhere_takes_the_next_family(name: str, monkeypa
     first = Spilling(capability, 1)
     chosen = tiles(first, dtype, **rule)
     assert set(chosen) == expected
-    # Without a rule the family's own kernels run, and spill.
-    assert set(tiles(Spilling(capability, 1), dtype)).isdisjoint(expected)
+    # Without a rule the family's own forward kernel runs, and spills; gradients take the next family all the same.
+    own = set(tiles(Spilling(capability, 1), dtype))
+    assert own & expected == {entry for entry in expected if entry.startswith("backward")}
     # A later process compiles what it takes alone.
     later = Spilling(capability, 1)
     assert tiles(later, dtype, **rule) == chosen

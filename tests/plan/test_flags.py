@@ -23,6 +23,7 @@ from cuflash.plan import portable as plan_portable
 from cuflash.plan import sm80_backward, sm80_forward, sm80_wide, sm90_backward, sm90_forward
 from cuflash.plan import split as plan_split
 from cuflash.problem.attention_problem import AttentionProblem
+from cuflash.tools import reasons
 
 MADE_UP = "has_made_up"
 FAMILIES = (plan_portable, sm80_forward, sm80_backward, sm90_forward, sm90_backward, plan_split, sm80_wide)
@@ -131,17 +132,17 @@ def test_heads_are_rows_of_a_tile_only_beside_options_that_know_such_rows() -> N
 
 
 def test_info_names_the_option_and_wide_heads() -> None:
-    for dtype, reasons in (
-        ("float16", (sm90_forward.reason, sm90_backward.reason, sm80_forward.reason, sm80_backward.reason)),
-        ("float32", (sm80_forward.reason, sm80_backward.reason)),
+    for dtype, sentences in (
+        ("float16", (reasons.forward_sm90, reasons.backward_sm90, reasons.forward_sm80, reasons.backward_sm80)),
+        ("float32", (reasons.forward_sm80, reasons.backward_sm80)),
     ):
-        for reason in reasons:
+        for reason in sentences:
             assert "wgmma and TMA" not in reason(problem_of(dtype)) and "tiles of" not in reason(problem_of(dtype))
-    assert "made_up" in sm90_forward.reason(problem_of("float16"))
+    assert "made_up" in reasons.forward_sm90(problem_of("float16"))
     wide = AttentionProblem(1, 64, 64, 2, 2, 576, 512, "float16")
-    for reason in (sm90_forward.reason, sm90_backward.reason, sm80_forward.reason, sm80_backward.reason):
+    for reason in (reasons.forward_sm90, reasons.backward_sm90, reasons.forward_sm80, reasons.backward_sm80):
         assert "head dims above 256" in reason(wide)
-    assert "half of v's columns" in sm80_forward.reason(replace(wide, head_dim=64))
+    assert "half of v's columns" in reasons.forward_sm80(replace(wide, head_dim=64))
 
 
 needs_compiler = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)

@@ -23,11 +23,10 @@ from cuflash.plan import (
     sm80_times,
     sm80_wide_tiles,
     sm90_backward,
-    sm90_backward_listing,
     sm90_backward_tiles,
     sm90_forward,
-    sm90_forward_listing,
     sm90_grid,
+    sm90_listing,
     sm90_tiles,
 )
 from cuflash.plan.config import KNOWN_TO_ALL, OF_RULES
@@ -148,12 +147,12 @@ def test_every_record_of_hoppers_forward_pass_is_the_first_of_a_listed_problem()
     taken = sm90_forward.taken
     sm90_grid.for_grid.cache_clear()
     with mock.patch.object(sm90_forward, "taken", note):
-        configs = [config for config, _ in sm90_forward_listing.table()]
+        configs = [config for config, _ in listing.kernels(sm90_listing.of_forward())]
     assert any(config.copies_rows for config in configs)
     for head_dims in sm90_tiles.HEAD_DIMS:
         lines = narrowest(sm90_tiles.FORWARD, *head_dims)
         general = lines[: [line.takes for line in lines].index(ANYTHING) + 1]
-        assert [line for line in general if line not in found and sm90_tiles.COPIED_ROWS not in line.where] == []
+        assert [line for line in general if line not in found and sm90_tiles.COPIED_ROWS not in line.needs] == []
         assert {line.takes for line in lines[len(general) :]} <= {ANYTHING}
 
 
@@ -168,9 +167,9 @@ def test_every_tile_of_hoppers_gradients_comes_first_for_a_listed_problem() -> N
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(sm90_backward, "candidates", note)
         sm90_backward.backward.cache_clear()
-        assert list(sm90_backward_listing.table())
+        assert list(listing.kernels(sm90_listing.of_backward()))
     table = sm90_backward_tiles.NARROW_TABLE + sm90_backward_tiles.WIDE_TABLE
-    listed = [line for line in table if {*OF_RULES}.isdisjoint(line.takes.needs)]
+    listed = [line for line in table if {*OF_RULES}.isdisjoint(line.needs)]
     assert {(line.entries, line.head_dim, line.head_dim_v, line.tile) for line in listed} == found
 
 

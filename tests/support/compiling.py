@@ -17,7 +17,7 @@ import tiers
 from cuflash import hardware
 from cuflash.cuda import compile as cuda_compile
 from cuflash.gpu import kernels as gpu_kernels
-from cuflash.plan import listing, sm80_forward, sm90_backward_listing
+from cuflash.plan import listing, sm80_forward, sm90_listing
 from cuflash.plan.config import KernelConfig
 
 ARCHITECTURES = (
@@ -83,7 +83,7 @@ def tables_of(arch: str) -> list[KernelConfig]:
 def later_of(arch: str) -> dict[KernelConfig, list[tuple[KernelConfig, ...]]]:
     """Return the candidates that run where a kernel of the first ones spills, by kernel."""
     found: dict[KernelConfig, list[tuple[KernelConfig, ...]]] = {}
-    of_hopper = sm90_backward_listing.passes() if arch == HOPPER else ()
+    of_hopper = sm90_listing.of_hopper() if arch == HOPPER else ()
     for own in chain(listing.of_any_gpu(hardware.capability_of(arch), hardware.smem_limit(arch)), of_hopper):
         for kernel in own.candidates[0]:
             found.setdefault(kernel, [*own.candidates[1:]])

@@ -21,7 +21,6 @@ from cuflash.plan import (
     sm80_backward,
     sm80_forward,
     sm80_tiles,
-    sm90_backward,
     sm90_backward_tiles,
     sm90_forward,
     sm90_grid,
@@ -30,6 +29,8 @@ from cuflash.plan import (
 )
 from cuflash.plan.config import FLAGS, KernelConfig, without_window
 from cuflash.plan.portable_tiles import OPERAND_ENTRIES
+from cuflash.plan.sm90_backward_config import Sm90BackwardConfig
+from cuflash.plan.sm90_config import Sm90ForwardConfig
 
 HOST = Device("numpy", np)
 LENGTHS = (70, 152)  # rows of a bias that TMA can bring
@@ -97,7 +98,7 @@ class Tf32Case(Case):
         return {"round_to": "float16"}
 
 
-def lengths_of(config: sm90_forward.Sm90ForwardConfig, dtype: str) -> tuple[int, int]:
+def lengths_of(config: Sm90ForwardConfig, dtype: str) -> tuple[int, int]:
     """Return lengths for which Hopper's forward pass takes the row."""
     queries, keys = LENGTHS
     many = sm90_forward.MANY_KEYS
@@ -109,22 +110,20 @@ def lengths_of(config: sm90_forward.Sm90ForwardConfig, dtype: str) -> tuple[int,
     return next((own for own in lengths if _tile(config) == _tile(_of_lengths(config, dtype, own))), LENGTHS)
 
 
-def _of_lengths(
-    config: sm90_forward.Sm90ForwardConfig, dtype: str, lengths: tuple[int, int], **window: Any
-) -> sm90_forward.Sm90ForwardConfig:
+def _of_lengths(config: Sm90ForwardConfig, dtype: str, lengths: tuple[int, int], **window: Any) -> Sm90ForwardConfig:
     flags = [flag for flag in FLAGS if getattr(config, flag)]
     problem = listing.problem_of(dtype, config.head_dim, config.head_dim_v, flags)
     problem = replace(problem, seqlen_q=lengths[0], seqlen_k=lengths[1], **window)
     return sm90_forward.config_for(problem, config.has_bias_tiles, config.has_mask_tiles)
 
 
-def _tile(config: sm90_forward.Sm90ForwardConfig) -> tuple[Any, ...]:
+def _tile(config: Sm90ForwardConfig) -> tuple[Any, ...]:
     """Return the fields that a tile of Hopper's table has, but for those that the numbers of queries tell."""
     names = {f.name for f in fields(sm90_tiles.Sm90Tile)} - {"pair"}
     return *(x for name, x in asdict(config).items() if name in names), config.follows_every_maximum, config.teams
 
 
-def takes_narrow_window(config: sm90_forward.Sm90ForwardConfig, dtype: str) -> bool:
+def takes_narrow_window(config: Sm90ForwardConfig, dtype: str) -> bool:
     if config.flags != "window":
         return False
     lengths = LENGTHS[0], sm90_forward.MANY_KEYS
@@ -149,7 +148,7 @@ def case_of(config: KernelConfig, dtype: str) -> Case:
     rng = np.random.default_rng(0)
     of: dict[str, Any] = asdict(config)
     queries, keys = LENGTHS
-    if isinstance(config, sm90_forward.Sm90ForwardConfig):
+    if isinstance(config, Sm90ForwardConfig):
         queries, keys = lengths_of(config, dtype)
     elif of.get("all_keys"):
         queries, keys = config.block_m + 5, config.block_n - 3
@@ -170,12 +169,9 @@ def case_of(config: KernelConfig, dtype: str) -> Case:
         "has_mask_mod": {"mask_mod": lambda b, h, i, j, *operands: (7 * i + 3 * j + h) % 5 != 0},
     }
     chosen = {name: x for flag in FLAGS if of[flag] for name, x in options[flag].items()}
-    if (
-        isinstance(config, sm90_forward.Sm90ForwardConfig | sm90_backward.Sm90BackwardConfig)
-        and config.has_bias > config.has_bias_tiles
-    ):
+    if isinstance(config, Sm90ForwardConfig | Sm90BackwardConfig) and config.has_bias > config.has_bias_tiles:
         chosen["bias"] = chosen["bias"][:, :1].copy()  # a column, which TMA does not bring
-    if isinstance(config, sm90_forward.Sm90ForwardConfig) and takes_narrow_window(config, dtype):
+    if isinstance(config, Sm90ForwardConfig) and takes_narrow_window(config, dtype):
         chosen = {"window": (100, 0)}
     if of.get("parts") == 1:
         chosen["precision"] = "tf32"
@@ -187,7 +183,7 @@ def case_of(config: KernelConfig, dtype: str) -> Case:
     if config.entry in OPERAND_ENTRIES:
         chosen["deterministic"] = config.entry != OPERAND_ENTRIES[0]
     heads = 2, 1
-    if isinstance(config, sm90_forward.Sm90ForwardConfig) and config.block_m == sm90_forward._FEW_QUERIES:
+    if isinstance(config, Sm90ForwardConfig) and config.block_m == sm90_forward._FEW_QUERIES:
         heads = (2, 1) if config.packs_heads else (2, 2)  # tiles of few queries have the heads of a group
     dims = config.head_dim or config.head_dim_v or _ANY_HEAD_DIM, config.head_dim_v or config.head_dim or _ANY_HEAD_DIM
     if of.get("slice_columns"):
@@ -217,7 +213,7 @@ def at_odd_address(x: Any) -> Any:
 @contextmanager
 def short_pairs(config: KernelConfig) -> Iterator[None]:
     """Let pairs of the forward pass take few queries, too, as those that they are for take minutes on the CPU."""
-    if not (isinstance(config, sm90_forward.Sm90ForwardConfig) and config.pair > 1):
+    if not (isinstance(config, Sm90ForwardConfig) and config.pair > 1):
         yield
         return
     sm90_forward.forward.cache_clear()
@@ -233,13 +229,13 @@ def small_grid(config: KernelConfig) -> Iterator[None]:
         with mock.patch.object(sm80_backward, "all_keys", return_value=((config,),)):
             yield
         return
-    if isinstance(config, sm90_backward.Sm90BackwardConfig):
+    if isinstance(config, Sm90BackwardConfig):
         splits = sm90_query_splits.QuerySplits(2, 2) if config.splits_queries else sm90_query_splits.WHOLE_QUERIES
         with mock.patch.object(gpu_sm90, "splits_of", return_value=splits):
             yield
         return
     plain = not without_window(tuple(flag for flag in FLAGS if getattr(config, flag)))
-    if not (isinstance(config, sm90_forward.Sm90ForwardConfig) and (plain or config.packs_heads or config.has_pages)):
+    if not (isinstance(config, Sm90ForwardConfig) and (plain or config.packs_heads or config.has_pages)):
         yield
         return
     launches = sm90_grid.Launches(replace(config, splits_keys=False), 3 if config.splits_keys else 1)
@@ -253,7 +249,7 @@ def run(config: KernelConfig, dtype: str, place: Device) -> None:
     devices.forget_launches()
     if "forward" in config.entry:
         given: dict[str, Any] = {}
-        if isinstance(config, sm90_forward.Sm90ForwardConfig) and not (config.staging_panels or config.splits_keys):
+        if isinstance(config, Sm90ForwardConfig) and not (config.staging_panels or config.splits_keys):
             # TMA cannot store a result at this address.
             given["out"] = at_odd_address(np.empty(case.out_shape, case.dtype))
         with place.active(), short_pairs(config), small_grid(config):

@@ -16,8 +16,7 @@ from cases import DTYPES, Case
 from hypothesis import given
 from strategies import OPTIONS, cases, examples
 
-from cuflash.plan import listing, sm90_backward, sm90_backward_listing, sm90_forward_listing
-from cuflash.plan import split as plan_split
+from cuflash.plan import listing, sm90_backward, sm90_listing
 
 SUPPORT = Path(tiers.__file__).parent
 HOPPER_SMEM = 232448
@@ -81,9 +80,16 @@ def test_the_quick_tier_runs_every_family_with_its_dtypes_and_options(both: tupl
     tables: list[Any] = [
         *listing.kernels(listing.of_portable(HOPPER_SMEM)),
         *(pair for family in OF_ROWS for pair in listing.kernels(family((9, 0), HOPPER_SMEM))),
-        *(pair for table in (sm90_forward_listing.table, sm90_backward_listing.table) for pair in table()),
-        *listing.kernels(listing.of_split_forward()),
-        *plan_split.gradient_table(),
+        *(
+            pair
+            for family in (
+                sm90_listing.of_forward,
+                sm90_listing.of_backward,
+                sm90_listing.of_split_forward,
+                sm90_listing.of_split_backward,
+            )
+            for pair in listing.kernels(family())
+        ),
     ]
     companions = sm90_backward.ROWS, sm90_backward.DQ
     entries = {config.entry for config, _ in tables} - set(companions)

@@ -133,7 +133,12 @@ class GraphStopwatch(Stopwatch):
         self._stream.synchronize()
         if self._torch is None:
             self._stream.begin_capture()
-            kept = [call() for _ in range(count)]
+            try:
+                kept = [call() for _ in range(count)]
+            except BaseException:
+                with contextlib.suppress(Exception):  # of the capture, which the error may have made invalid
+                    self._stream.end_capture()  # the stream would go on capturing
+                raise
             graph = self._stream.end_capture()
             return Timed(graph.launch, count, (call, kept))
         torch_graph = self._torch.cuda.CUDAGraph()
