@@ -5,6 +5,13 @@
 #include "../fragment/fragment.cuh"
 #include "../ptx/sm90.cuh"
 
+// can_share_registers() tells whether setmaxnreg can give warpgroups these registers. It hands on those with which the
+// block began, for each thread a multiple of 8; a warpgroup that asks for more than are left waits for ever.
+constexpr bool can_share_registers(int of_producer, int of_consumer) {
+  constexpr int WARPGROUPS = CONSUMERS + 1, AT_LAUNCH = REGISTERS_OF_SM / (WARPGROUPS * WARPGROUP) / 8 * 8;
+  return of_producer + CONSUMERS * of_consumer <= WARPGROUPS * AT_LAUNCH;
+}
+
 // sync_cluster() is a barrier of all threads of the cluster.
 DEVICE void sync_cluster() {
   __syncwarp();

@@ -288,6 +288,8 @@ DEVICE void consume(const AttentionParams& p, const SplitOperands& operands, u8*
   order.drain();
 }
 
+static_assert(can_share_registers(PRODUCER_REGISTERS, CONSUMER_REGISTERS), "no warpgroup waits for registers");
+
 // split_forward is persistent: each multiprocessor has one block, which takes tile after tile.
 extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     split_forward(const __grid_constant__ AttentionParams p, const __grid_constant__ SplitOperands operands, u8* space,

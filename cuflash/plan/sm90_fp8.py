@@ -24,7 +24,7 @@ from cuflash.plan.config import (
     without_window,
 )
 from cuflash.plan.key_splits import OF_MANY_ROWS, merging_us, rows_of
-from cuflash.plan.record import ANY_ONE, HOPPER, PLAIN, Record, Word, candidates, narrowest, records
+from cuflash.plan.record import ANY_ONE, HOPPER, PLAIN, Record, Word, candidates, narrowest, one_of, records
 from cuflash.plan.sm90_config import SMEM_BESIDE_TILES, Sm90ForwardConfig
 from cuflash.plan.sm90_forward import Layout, expressible, has_few_queries
 from cuflash.problem.attention_problem import AttentionProblem
@@ -52,7 +52,7 @@ class Fp8Tile:
     query_stages: int = 1  # buffers of queries
     slice: int = 64  # columns of a product of weights and values
     # Registers of a thread that loads, schedules or prepares values, and of one that computes.
-    registers: tuple[int, int] = (64, 224)
+    registers: tuple[int, int] = (56, 224)
     ping_pong: bool = True  # the warpgroups alternate at the tensor cores
 
 
@@ -60,15 +60,27 @@ def _tiles(head_dim: int, head_dim_v: int, *lines: Record[Fp8Tile]) -> tuple[Rec
     return records((ENTRY,), FP8, (head_dim, head_dim_v), *lines)
 
 
-_D64, _D96, _D128 = (Fp8Tile(n, query_stages=2, slice=columns) for n, columns in ((128, 64), (128, 48), (128, 64)))
-_128, _64, _32 = Fp8Tile(128), Fp8Tile(64), Fp8Tile(32)
-_D256 = Fp8Tile(64, slice=32, registers=(48, 232))
+_MORE_TO_LOAD = (72, 216)
+_D64 = Fp8Tile(128, query_stages=2, slice=32, registers=_MORE_TO_LOAD)
+_D64_DROPPED = Fp8Tile(128, query_stages=2)  # random bits take registers
+_D96 = Fp8Tile(128, query_stages=2, slice=48)
+_D128 = Fp8Tile(128, query_stages=2)
+_128, _64 = Fp8Tile(128), Fp8Tile(64)
+_D192 = replace(_64, slice=32, registers=_MORE_TO_LOAD)
+_D256 = Fp8Tile(64, slice=32, registers=(40, 232))
 _NO_BIAS = replace(ANY_ONE, lacks=("has_bias",))
 _FEWER_KEYS = replace(_D128, block_n=64)
 # Each option takes registers, so that tiles with options have fewer keys; so do scales of tokens, which leave fewer to
 # the products with values.
 FORWARD = (
-    *_tiles(64, 64, Record(_D64, PLAIN), Record(_D64, _NO_BIAS), Record(replace(_D64, block_n=64))),
+    *_tiles(
+        64,
+        64,
+        Record(_D64, PLAIN),
+        Record(_D64_DROPPED, one_of("has_dropout")),
+        Record(_D64, _NO_BIAS),
+        Record(replace(_D64, block_n=64)),
+    ),
     *_tiles(96, 96, Record(_D96, PLAIN), Record(replace(_D96, block_n=64))),
     *_tiles(
         128,
@@ -86,7 +98,7 @@ FORWARD = (
         Record(_64, _NO_BIAS),
         Record(replace(_64, slice=32)),
     ),
-    *_tiles(192, 192, Record(_64, PLAIN), Record(_64, _NO_BIAS), Record(_32)),
+    *_tiles(192, 192, Record(_D192, PLAIN), Record(_D192, _NO_BIAS), Record(replace(_D192, block_n=32))),
     *_tiles(
         256,
         256,

@@ -83,10 +83,10 @@ def statistics(error: Tensor) -> dict[str, float]:
     return {"mean": float(error.mean()), "p99.99": float(error.kthvalue(rank).values), "max": float(error.max())}
 
 
-def measure(cell: Cell, kind: str, xp: Any) -> dict[str, Any]:
+def measure(cell: Cell, kind: str, xp: Any, first_seed: int = 0) -> dict[str, Any]:
     """One cell over all seeds."""
     parts: dict[tuple[str, str], list[Tensor]] = {}
-    for seed in range(SEEDS):
+    for seed in range(first_seed, first_seed + SEEDS):
         for peer, results in errors_of(inputs_of(cell, kind, seed, xp)).items():
             for name, of_heads in results.items():
                 parts.setdefault((peer, name), []).extend(of_heads)
@@ -97,7 +97,7 @@ def measure(cell: Cell, kind: str, xp: Any) -> dict[str, Any]:
         own = {peer: statistics(torch.cat(parts[peer, name])) for peer in PEERS}
         ratios = {s: own[US][s] / min(own[peer][s] for peer in PEERS if peer != US) for s in STATISTICS}
         figures[name] = {"errors": own, "ratios": ratios}
-    return {"cell": cell.describe(), "kind": kind, "seeds": SEEDS, "results": figures}
+    return {"cell": cell.describe(), "kind": kind, "seeds": SEEDS, "first_seed": first_seed, "results": figures}
 
 
 def missed(measured: dict[str, Any]) -> list[str]:
@@ -127,6 +127,7 @@ def main() -> None:
     parser.add_argument("--head-dim", nargs="+", type=int, default=HEAD_DIMS, metavar="D")
     parser.add_argument("--seqlen", nargs="+", type=int, default=SEQLENS, metavar="N")
     parser.add_argument("--kind", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--first-seed", type=int, default=0, metavar="N", help="the inputs of four seeds from N on")
     args = parser.parse_args()
     xp = recording.gpu_of(parser)
     record = recording.Recorder(args, xp, "truth")
@@ -140,7 +141,7 @@ def main() -> None:
     all_measured: list[dict[str, Any]] = []
     for kind in args.kind:
         for cell in cells:
-            all_measured.append(measure(cell, kind, xp))
+            all_measured.append(measure(cell, kind, xp, args.first_seed))
             print(line(all_measured[-1]), flush=True)
             record.write(all_measured)
 

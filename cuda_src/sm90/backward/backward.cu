@@ -236,6 +236,8 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, const Rings
   own.order.drain();
 }
 
+static_assert(can_share_registers(PRODUCER_REGISTERS, CONSUMER_REGISTERS), "no warpgroup waits for registers");
+
 // backward_sm90 is persistent: each multiprocessor has one block, which takes tile after tile.
 extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     backward_sm90(const __grid_constant__ AttentionParams p, const __grid_constant__ ptx::TensorMap q_map,

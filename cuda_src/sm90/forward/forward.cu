@@ -92,6 +92,8 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings
   if (STAGING_PANELS > 0) ptx::bulk_wait_group_read<0>();
 }
 
+static_assert(can_share_registers(PRODUCER_REGISTERS, CONSUMER_REGISTERS), "no warpgroup waits for registers");
+
 // forward_sm90 is persistent: each multiprocessor has one block, which takes tile after tile.
 extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     forward_sm90(const __grid_constant__ AttentionParams p, const __grid_constant__ ptx::TensorMap q_map,
