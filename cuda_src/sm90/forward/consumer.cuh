@@ -22,27 +22,37 @@ enum class Position { FIRST, LATER, ANY };
 
 constexpr int SCORES = BLOCK_N / 2, RESULTS = HEAD_DIM_V / 2;  // elements of a thread's fragment of S and of O
 
-// TileFragments are the arrays that a thread holds of the 64 rows that its warpgroup computes of a tile of queries.
-// They share no struct with single numbers: until all loops are unrolled the compiler keeps in memory what does, and
-// makes longer code of it.
+// TileFragments are the fragments that a thread holds of the 64 rows that its warpgroup computes of a tile of queries,
+// and RowNumbers are numbers of its two rows. They share no struct with each other nor with single numbers: until all
+// loops are unrolled the compiler keeps in memory what does, and makes longer code of it, or leaves it there.
 struct TileFragments {
-  static constexpr int SINKS = PACKS_HEADS ? 2 : 1;   // the thread's rows may be of two heads
-  float out[RESULTS];                                 // O (64, HEAD_DIM_V)
-  u32 weights[BLOCK_N / 4];                           // P (64, BLOCK_N) in 16 bits
-  u32 queries[QUERY_STEPS_IN_REGISTERS + 1][4];       // the first steps of Q, because shared memory is busy
-  float rescale[2], sink[SINKS], inverse[2], lse[2];  // numbers of the thread's two rows
+  float out[RESULTS];                            // O (64, HEAD_DIM_V)
+  u32 weights[BLOCK_N / 4];                      // P (64, BLOCK_N) in 16 bits
+  u32 queries[QUERY_STEPS_IN_REGISTERS + 1][4];  // the first steps of Q, because shared memory is busy
   FragmentBits bits;
   UnitFragment::Random random;
 
-  DEVICE TileFragments(const AttentionParams& p, const TileMessage& work, const OwnRows& own) : inverse{0, 0} {
+  DEVICE TileFragments() {
 #pragma unroll
     for (float& x : out) x = 0;
-#pragma unroll
-    for (int r = 0; r < SINKS; r++) {
-      sink[r] = p.sink == nullptr || work.split() > 0 ? -infinity() : p.sink[own.head(work.head, r)];
-    }
+  }
+};
+
+struct RowNumbers {
+  static constexpr int SINKS = PACKS_HEADS ? 2 : 1;  // the thread's rows may be of two heads
+  float rescale[2], sink[SINKS], inverse[2], lse[2];
+
+  // No loop over the rows: the compiler of CUDA 13.0 would keep these and the rows' places in memory.
+  DEVICE RowNumbers(const AttentionParams& p, const TileMessage& work, const OwnRows& own)
+      : sink{sink_of(p, work, own, 0)}, inverse{0, 0} {
+    if constexpr (SINKS > 1) sink[SINKS - 1] = sink_of(p, work, own, 1);
     lse[0] = sink[0];
     lse[1] = sink[SINKS - 1];
+  }
+
+ private:
+  static DEVICE float sink_of(const AttentionParams& p, const TileMessage& work, const OwnRows& own, int r) {
+    return p.sink == nullptr || work.split() > 0 ? -infinity() : p.sink[own.head(work.head, r)];
   }
 };
 
@@ -58,6 +68,7 @@ struct Consumer {
   const SlopeProduct<SLOPE_BY_PRODUCT>& slope;
   RowSoftmax& softmax;
   TileFragments& held;
+  RowNumbers& numbers;
   const int warpgroup, first_row, row;  // the warpgroup's number in its team, its first row, the thread's first row
   // `blocks` are the warpgroup's own tiles of keys; before and behind them may be some that only other warpgroups see.
   ConsumerKeyIterator blocks;
@@ -69,8 +80,8 @@ struct Consumer {
 
   DEVICE Consumer(const AttentionParams& p, SharedStorage& shared, Rings& rings, const ProductOrder& order,
                   HiddenValues& hidden, const TileMessage& work, const UnitFragment& scores,
-                  const SlopeProduct<SLOPE_BY_PRODUCT>& slope, RowSoftmax& softmax, TileFragments& held, int warpgroup,
-                  int first_row, int row)
+                  const SlopeProduct<SLOPE_BY_PRODUCT>& slope, RowSoftmax& softmax, TileFragments& held,
+                  RowNumbers& numbers, int warpgroup, int first_row, int row)
       : p(p),
         shared(shared),
         rings(rings),
@@ -81,6 +92,7 @@ struct Consumer {
         slope(slope),
         softmax(softmax),
         held(held),
+        numbers(numbers),
         warpgroup(warpgroup),
         first_row(first_row),
         row(row),
@@ -204,7 +216,7 @@ struct Consumer {
     add_product<BLOCK_N>(held.out, held.weights, rings.v.buffer());
     order.arrive();
     if (!EARLY_QUERIES && !BOUNDED_SCORES && !WAITS_AFTER_POWERS) rings.q.release();
-    softmax.finish(held.sink, held.inverse, held.lse);
+    softmax.finish(numbers.sink, numbers.inverse, numbers.lse);
     finish_values();
     rings.v.release();
   }
@@ -296,7 +308,7 @@ struct Consumer {
       rings.mask.release();
     }
     if (masked && is_recheck()) hidden.find(x);
-    return softmax.template bound<FOLLOWS_EVERY_MAXIMUM>(x, shift, held.rescale);
+    return softmax.template bound<FOLLOWS_EVERY_MAXIMUM>(x, shift, numbers.rescale);
   }
 
   // add_bias() adds the bias, of a tile in shared memory or element by element.
@@ -319,20 +331,20 @@ struct Consumer {
     } else {
       // This branch also keeps the powers before the wait.
       if (BOUNDED_SCORES && last) rings.q.release();
-      grown |= softmax.template to_weights<0, SCORES>(x, shift, held.rescale, masked);
+      grown |= softmax.template to_weights<0, SCORES>(x, shift, numbers.rescale, masked);
       scores.drop(x, held.random, row, first_key);
       // This release is a branch because otherwise the wait would stand before powers and draws.
       if (WAITS_AFTER_POWERS && last) rings.q.release();
       finish_values();
       if (!first) rings.v.release();
       pack(held.weights, x);
-      if (grown) rescale_rows(held.out, held.rescale);
+      if (grown) rescale_rows(held.out, numbers.rescale);
     }
   }
 
   // begin_weights() does so for the first tile of a run, whose sums may set the rows' slack.
   DEVICE void begin_weights(float (&x)[SCORES], const float (&shift)[2], int first_key, bool masked, bool grown) {
-    if (TEAMS > 1 && grown) rescale_rows(held.out, held.rescale);
+    if (TEAMS > 1 && grown) rescale_rows(held.out, numbers.rescale);
     if (BOUNDED_SCORES && last) rings.q.release();
     const bool delayed = delay.begin(masked);
     softmax.template begin<!FOLLOWS_EVERY_MAXIMUM>(x, shift, delayed ? 0 : tiles_left());
@@ -344,16 +356,16 @@ struct Consumer {
   // would put them behind the wait.
   template <int EARLY>
   DEVICE void find_weights_early(float (&x)[SCORES], const float (&shift)[2], bool masked, bool grown) {
-    softmax.template to_weights<0, EARLY>(x, shift, held.rescale, masked);
+    softmax.template to_weights<0, EARLY>(x, shift, numbers.rescale, masked);
 #pragma unroll
     for (int e = 0; e < EARLY; e++) ptx::keep(x[e]);
     if (grown) {
       finish_values();
-      rescale_rows(held.out, held.rescale);
+      rescale_rows(held.out, numbers.rescale);
     }
     finish_values();
     rings.v.release();
-    softmax.template to_weights<EARLY, SCORES>(x, shift, held.rescale, masked);
+    softmax.template to_weights<EARLY, SCORES>(x, shift, numbers.rescale, masked);
     pack(held.weights, x);
   }
 };

@@ -67,15 +67,15 @@ DEVICE void store_rows(const AttentionParams& p, const ptx::TensorMap* out_map, 
 
 // write_rows() writes out * factor for the thread's rows, which may be of different heads, where TMA does not store.
 template <int N>
-DEVICE void write_rows(const AttentionParams& p, const TileMessage& work, const OwnRows& own, const float (&out)[N],
-                       const float (&factor)[2]) {
+DEVICE void write_rows(const AttentionParams& p, const TileMessage& work, const OwnRows& own, int row,
+                       const float (&out)[N], const float (&factor)[2]) {
   const Sequence& s = work.sequence;
   const i64 batch = batch_of(p, s);
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    const int i = own.queries[r];
+    const int i = own.query(row, r);
     if (i >= s.rows_q) continue;
-    Element* target = p.out.at(batch, s.row_q + i, own.heads[r]);
+    Element* target = p.out.at(batch, s.row_q + i, own.head(work.head, r));
 #pragma unroll
     for (int e = 2 * r; e < N; e += 4) {
 #pragma unroll
@@ -141,18 +141,13 @@ DEVICE void write_part(const AttentionParams& p, const SplitWork& work, const Ow
 DEVICE void write_lse(const AttentionParams& p, const TileMessage& work, const OwnRows& own, int row, i64 batch,
                       const float (&lse)[2]) {
   const Sequence& s = work.sequence;
-  if constexpr (PACKS_HEADS) {
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const int i = own.queries[r];
-      if (lane() % 4 == r && i < s.rows_q)
-        *p.lse.at(batch, s.row_q + i, own.heads[r]) = i < s.len_q ? lse[r] : -infinity();
-    }
-  } else if (lane() % 4 < 2) {
-    const int i = row + 8 * (lane() % 4);
-    const float own_lse = lane() % 4 == 0 ? lse[0] : lse[1];
-    if (i >= work.first_row() && i < s.rows_q)
-      *p.lse.at(batch, s.row_q + i, work.head) = i < s.len_q ? own_lse : -infinity();
+  if (lane() % 4 >= 2) return;
+  const bool first = lane() % 4 == 0;
+  const int i = first ? own.query(row, 0) : own.query(row, 1);
+  const int head = first ? own.head(work.head, 0) : own.head(work.head, 1);
+  const float own_lse = first ? lse[0] : lse[1];
+  if ((PACKS_HEADS || i >= work.first_row()) && i < s.rows_q) {
+    *p.lse.at(batch, s.row_q + i, head) = i < s.len_q ? own_lse : -infinity();
   }
 }
 
@@ -172,7 +167,7 @@ DEVICE void write_tile(const AttentionParams& p, const ptx::TensorMap* out_map, 
     if constexpr (STAGING_PANELS > 0) {
       store_rows(p, out_map, row_map, work, rows, own, out, inverse, staging);
     } else if constexpr (PACKS_HEADS) {
-      write_rows(p, work, own, out, inverse);
+      write_rows(p, work, own, row, out, inverse);
     } else {
       write_fragment(p.out.at(batch, s.row_q, work.head), p.out.row_stride, row, s.len_q, s.rows_q, p.head_dim_v, out,
                      inverse);

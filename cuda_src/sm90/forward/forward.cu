@@ -52,8 +52,10 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings
     hidden.begin(p, s, scores.mask, work.first_row());
     const SlopeProduct<SLOPE_BY_PRODUCT> slope(scores.units, s, first_row);
     RowSoftmax softmax = softmax_of(scores);
-    TileFragments held(p, work, own);
-    Consumer tile(p, shared, rings, order, hidden, work, scores, slope, softmax, held, warpgroup, first_row, row);
+    TileFragments held;
+    RowNumbers numbers(p, work, own);
+    Consumer tile(p, shared, rings, order, hidden, work, scores, slope, softmax, held, numbers, warpgroup, first_row,
+                  row);
     const ConsumerKeyIterator all(work, work.keys);
 
     rings.q.wait();
@@ -82,7 +84,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings
       tile.ask_for_recheck();
     }
 
-    write_tile(p, out_map, row_map, work, rows, own, row, held.out, held.inverse, held.lse,
+    write_tile(p, out_map, row_map, work, rows, own, row, held.out, numbers.inverse, numbers.lse,
                ptx::shared_address(&shared));
     __syncwarp();
     rings.work.release();

@@ -44,13 +44,10 @@ struct OwnRows {
 
   DEVICE OwnRows(const TileRows& rows, const Sequence& s, int head, int row) {
     if constexpr (PACKS_HEADS) {
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
-        queries[r] = rows.query(row + 8 * r, s.rows_q);
-        heads[r] = rows.head(row + 8 * r, head);
-      }
+      queries[0] = rows.query(row, s.rows_q), heads[0] = rows.head(row, head);
+      queries[1] = rows.query(row + 8, s.rows_q), heads[1] = rows.head(row + 8, head);
     }
   }
-  DEVICE int query(int row, int r) const { return PACKS_HEADS ? queries[r] : row + 8 * r; }
-  DEVICE int head(int head, int r) const { return PACKS_HEADS ? heads[r] : head; }
+  DEVICE int query(int row, int r) const { return !PACKS_HEADS ? row + 8 * r : r == 0 ? queries[0] : queries[1]; }
+  DEVICE int head(int head, int r) const { return !PACKS_HEADS ? head : r == 0 ? heads[0] : heads[1]; }
 };
