@@ -232,7 +232,8 @@ struct FragmentSoftmax {
   template <int N>
   DEVICE void finish(const Accum (&sinks)[N], Accum (&inverse)[2], Accum (&lse)[2]) const {
 #pragma unroll
-    for (int r = 0; r < 2; r++) finish_row(reference[r] * to_natural, sum[r], r == 0 ? sinks[0] : sinks[N - 1], inverse[r], lse[r]);
+    for (int r = 0; r < 2; r++)
+      finish_row(reference[r] * to_natural, sum[r], r == 0 ? sinks[0] : sinks[N - 1], inverse[r], lse[r]);
   }
 
  private:
