@@ -1,4 +1,4 @@
-"""What models of time share where thread blocks split keys: numbers of splits, the keys of a tile, and merging."""
+"""Models of time share these where thread blocks split keys: numbers of splits, the keys of a tile, and merging."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ UNALIGNED, UNUSUAL_SCALE = "unaligned", "unusual_scale"
 
 
 class Word(str):
-    """What a problem is like besides its options; a record takes it beside any number of these, and may need it."""
+    """A word says what a problem is like; a record takes it beside any number of options, and may need it."""
 
     __slots__ = ()
 

@@ -47,7 +47,7 @@ class Sm90BackwardConfig(Sm90Config):
     @property
     def of_rows(self) -> Sm90BackwardConfig:
         """The configuration of the kernels ROWS and DQ, whose stages are their own (cuda_src/sm90/backward/rows.cu)."""
-        # With a bias or a rule, whose text ROWS does not need, lse keeps its units.
+        # ROWS does not need the text of a rule; lse keeps its units with one, and with a bias.
         known = {"has_bias", "has_window"} if self.writes_dbias else {"has_bias", "has_score_mod"}
         flags: dict[str, Any] = {flag: getattr(self, flag) and flag in known for flag in FLAGS}
         stage_bytes = 2 * self.block_m * whole_rows(HALF_BYTES * self.head_dim_v)

@@ -40,7 +40,7 @@ def test_options_are_those_of_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "_get_arch_for_options_for_nvrtc", lambda _: ("-arch=sm_90", "cubin"))
     monkeypatch.setattr(nvrtc, "compileProgram", note)
     with contextlib.suppress(_Stop):
-        # What a RawModule adds itself stands before the call.
+        # A RawModule adds -ftz=true before this call.
         compiler.compile_using_nvrtc("", (*cuda_compile.OPTIONS, "-ftz=true"), "90")
     with contextlib.suppress(_Stop):
         cuda_compile.compile_for("sm_90", "", "empty")

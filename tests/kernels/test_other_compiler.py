@@ -21,13 +21,13 @@ from cuflash.plan import listing, sm90_listing
 FOLDER = os.environ.get("CUFLASH_TEST_NVRTC", "")
 
 
-def sample() -> list[tuple[Any, str]]:
+def sample() -> list[Any]:
     """Return a record of each way to take queries and keys: heads as rows, splits, pages, lists of work, and both."""
-    found: dict[Any, tuple[Any, str]] = {}
+    found: dict[Any, Any] = {}
     for config, dtype in listing.kernels(sm90_listing.of_forward()):
         if dtype == "bfloat16" and config.entry == "forward_sm90":
             way = config.packs_heads, config.splits_keys, config.has_pages, config.has_work_list, config.consumers
-            found.setdefault(way, (config, dtype))
+            found.setdefault(way, config)
     return list(found.values())
 
 
@@ -36,7 +36,7 @@ def report() -> None:
     from cupy.cuda import nvrtc
 
     rows = []
-    for config, _ in sample():
+    for config in sample():
         made = cuda_compile.compile_for("sm_90a", source(config), config.entry)
         rows.append((f"{config.head_dim} {config.tile} {config.flags}", made.local_bytes))
     print(json.dumps([nvrtc.getVersion(), rows]))

@@ -72,8 +72,10 @@ DEVICE void pack_codes(u32 (&codes)[BLOCK_N / 8], const float (&x)[BLOCK_N / 2])
 
 constexpr float WEIGHT_BITS = 8, WEIGHT_FACTOR = 256;  // a weight stands for WEIGHT_FACTOR times itself, 2^WEIGHT_BITS
 
-// FOLDS_ROWS: plain scores take the scales of single queries with the scale of the softmax, a number for each row.
+// FOLDS_ROWS: plain scores take the scales of single queries with the scale of the softmax. UNIT_ROWS is how many of a
+// thread's rows then have a unit of their own.
 constexpr bool FOLDS_ROWS = PLAIN_SCORES && TOKEN_SCALES;
+constexpr int UNIT_ROWS = FOLDS_ROWS ? 2 : 1;
 
 // BIT_ROWS: where keys may be hidden from everybody, their scales must not matter, and each row finds the largest scale
 // of the values that it sees; else a tile's rows share one.
@@ -81,14 +83,14 @@ constexpr int BIT_ROWS = TOKEN_SCALES && HIDES_ANYWHERE ? 2 : 1;
 
 // CodeSoftmax is the state of a thread's two rows. A row's reference is always its maximum so far.
 struct CodeSoftmax {
-  float to_base_2[FOLDS_ROWS ? 2 : 1];  // the factors that bring scores to base 2
-  float to_natural;                     // that to natural units, where the rows share it
-  float reference[2], sum[2];           // the largest score, and this thread's share of the sum of weights
-  float bits[BIT_ROWS];                 // weights of the last tile stand for 2^bits times themselves
+  float to_base_2[UNIT_ROWS];  // the factors that bring scores to base 2
+  float to_natural;            // that to natural units, where the rows share it
+  float reference[2], sum[2];  // the largest score, and this thread's share of the sum of weights
+  float bits[BIT_ROWS];        // weights of the last tile stand for 2^bits times themselves
 
-  DEVICE explicit CodeSoftmax(const float (&units)[FOLDS_ROWS ? 2 : 1]) {
+  DEVICE explicit CodeSoftmax(const float (&units)[UNIT_ROWS]) {
 #pragma unroll
-    for (int i = 0; i < (FOLDS_ROWS ? 2 : 1); i++) to_base_2[i] = units[i] * LOG2_E;
+    for (int i = 0; i < UNIT_ROWS; i++) to_base_2[i] = units[i] * LOG2_E;
     to_natural = units[0];
     reference[0] = reference[1] = -infinity();
     sum[0] = sum[1] = 0;
@@ -102,7 +104,7 @@ struct CodeSoftmax {
     FragmentSoftmax::find_tops(x, top);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const float unit = to_base_2[FOLDS_ROWS ? r : 0];
+      const float unit = to_base_2[r % UNIT_ROWS];
       const float grown = larger(reference[r], max_of_row<4>(top[r])), base = grown == -infinity() ? 0 : grown;
       const float shrinks = (reference[r] - base) * unit, own_bits = tile_bits[r % BIT_ROWS];
       rescale[r] = ptx::ex2(TOKEN_SCALES ? shrinks + (own_bits - bits[r % BIT_ROWS]) : shrinks);
@@ -129,7 +131,7 @@ struct CodeSoftmax {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const float total = TOKEN_SCALES ? sum[r] * ptx::ex2(-bits[r % BIT_ROWS]) : sum[r] / WEIGHT_FACTOR;
-      const float natural = FOLDS_ROWS ? to_base_2[FOLDS_ROWS ? r : 0] / LOG2_E : to_natural;
+      const float natural = FOLDS_ROWS ? to_base_2[r % UNIT_ROWS] / LOG2_E : to_natural;
       finish_row(reference[r] * natural, total, sink, inverse[r], lse[r]);
     }
   }
@@ -171,9 +173,9 @@ struct ScoreScales {
   }
 
   // units() are the factors that bring the softmax's scores to natural units, of which `unit` is the one of all rows.
-  DEVICE void units(float (&found)[FOLDS_ROWS ? 2 : 1], float unit) const {
+  DEVICE void units(float (&found)[UNIT_ROWS], float unit) const {
 #pragma unroll
-    for (int r = 0; r < (FOLDS_ROWS ? 2 : 1); r++) {
+    for (int r = 0; r < UNIT_ROWS; r++) {
       found[r] = FOLDS_ROWS && !has_rows ? unit * (r == 0 ? of_rows.x : of_rows.y) : unit;
     }
   }

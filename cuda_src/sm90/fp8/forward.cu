@@ -75,7 +75,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings
     const ScoreScales scales(p, s, work.head, row, shared.row_scales[TOKEN_SCALES ? threadIdx.x : 0]);
     const UnitFragment scores(p, s, work.head, rows, own, scales.scale);
     WeightScales weight_scales(p, s, work.head);
-    float units[FOLDS_ROWS ? 2 : 1];
+    float units[UNIT_ROWS];
     scales.units(units, scores.units.unit);
     CodeSoftmax softmax(units);
     float out[HEAD_DIM_V / 2], sum[SLICE / 2], rescale[2] = {0, 0};

@@ -12,7 +12,8 @@ constexpr int KEY_SHARES = SHARES_COLUMNS ? 1 : BLOCK_N / KEYS_AT_ONCE / PREPARI
 constexpr int SHARES = KEY_SHARES * (HEAD_DIM_V / COLUMNS_AT_ONCE) / (SHARES_COLUMNS ? PREPARING_WARPS : 1);
 // So many reads of shared memory are under way together, if there are registers for them.
 constexpr int SHARES_AT_ONCE = SHARES % 4 == 0 && PRODUCER_REGISTERS >= 56 ? 4 : 1;
-static_assert(SHARES % SHARES_AT_ONCE == 0 && (SHARES_COLUMNS || KEY_SHARES > 0), "warps have equal shares");
+static_assert(SHARES * PREPARING_WARPS * KEYS_AT_ONCE * COLUMNS_AT_ONCE == BLOCK_N * HEAD_DIM_V,
+              "warps have equal shares");
 
 // Transposer is a lane's part in the transposition of tiles. Addresses differ between its shares by constants and, in
 // the swizzle, by an exclusive or.
@@ -93,7 +94,8 @@ struct TokenScales {
   float of_keys[KEYS], of_values[KEYS];
   float most = WeightScales::LEAST;  // the largest scale of a value in the tiles so far of these queries
 
-  // load() asks for the scales of a tile's keys in [begin, end), counted in the tile; others are 1.
+  // load() asks for the scales of a tile's keys in [begin, end), counted in the tile. Of others the keys' are 1 and
+  // the values' 0.
   DEVICE void load(const AttentionParams& p, const Sequence& s, int head, int first_key, int begin, int end) {
     const i64 batch = batch_of(p, s);
 #pragma unroll
