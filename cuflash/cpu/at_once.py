@@ -36,8 +36,11 @@ def can_forward(p: AttentionProblem) -> bool:
     return heedless == plain and fits_one_tile(plain)
 
 
-def forward(p: AttentionProblem, o: Operands, out: Array, lse: Array | None) -> bool:
-    """Write out and, if wanted, lse; return False where nothing was written, as numbers are extreme."""
+def forward(p: AttentionProblem, o: Operands, out: Array, lse: Array | None) -> Array | None:
+    """Write out and, if wanted, lse; return which rows have extreme numbers, like lse, and None where none has.
+
+    What such a row holds is not its result, which tiles have. No other row's bits depend on it.
+    """
     by_kv_head = p.batch, p.num_heads_kv, p.group_size * p.seqlen_q
     q = widen(o.q).swapaxes(1, 2).reshape(*by_kv_head, p.head_dim)
     k, v = widen(o.k).swapaxes(1, 2), widen(o.v).swapaxes(1, 2)  # (batch, KV heads, keys, dim)
@@ -49,12 +52,14 @@ def forward(p: AttentionProblem, o: Operands, out: Array, lse: Array | None) -> 
         np.exp(scores, out=scores)
         total = np.add.reduce(scores, axis=3, keepdims=True)
         acc = np.matmul(scores, v)
+        extreme = None
         if np.count_nonzero(total) < total.size or overflows(p, acc):
-            return False
+            rows = (total[..., 0] == 0) | ~np.isfinite(acc).all(axis=3)
+            extreme = rows.reshape(p.batch, p.num_heads_q, p.seqlen_q)
         np.divide(acc, total, out=acc)
         out[...] = acc.reshape(p.batch, p.num_heads_q, p.seqlen_q, -1).swapaxes(1, 2)
         if lse is not None:
             np.log(total, out=total)
             total += top
             lse[...] = total.reshape(p.batch, p.num_heads_q, p.seqlen_q)
-    return True
+    return extreme

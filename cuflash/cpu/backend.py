@@ -37,11 +37,28 @@ __all__ = ["append", "backward", "expect_gradients", "forward", "merge_parts", "
 
 def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Array | None) -> None:
     """Write out and, if wanted, lse, which may have any strides."""
-    if at_once.can_forward(problem):
-        work = Work(lambda: math.prod(problem.lse_shape) * problem.seqlen_k)
-        if at_once.forward(problem, operands, out, lse):
-            work.end()
-            return
+    if not at_once.can_forward(problem):
+        _forward_in_tiles(problem, operands, out, lse)
+        return
+    work = Work(lambda: math.prod(problem.lse_shape) * problem.seqlen_k)
+    extreme = at_once.forward(problem, operands, out, lse)
+    if extreme is None:
+        work.end()
+    else:
+        _again_in_tiles(problem, operands, extreme, out, lse)
+
+
+def _again_in_tiles(problem: AttentionProblem, operands: Operands, rows: Array, out: Array, lse: Array | None) -> None:
+    """Compute all rows anew, and write those that `rows` names, an array like lse."""
+    own_out = np.empty(out.shape, out.dtype)
+    own_lse = None if lse is None else np.empty(lse.shape, lse.dtype)
+    _forward_in_tiles(problem, operands, own_out, own_lse)
+    np.copyto(out, own_out, where=rows.swapaxes(1, 2)[..., None])
+    if lse is not None and own_lse is not None:
+        np.copyto(lse, own_lse, where=rows)
+
+
+def _forward_in_tiles(problem: AttentionProblem, operands: Operands, out: Array, lse: Array | None) -> None:
     tiling = Tiling(problem, operands, together=True)
     if problem.packed or problem.q_lengths:  # rows beyond a length or outside every sequence
         out[...] = 0

@@ -106,6 +106,7 @@ class Pass(NamedTuple):
 
     candidates: tuple[tuple[Any, ...], ...]  # the kernels of each, without users' own rules, the fastest first
     dtype: str
+    others_serve: bool = False  # another family runs where all candidates spill registers
 
 
 def kernels(passes: Iterable[Pass]) -> Listed:
@@ -114,12 +115,13 @@ def kernels(passes: Iterable[Pass]) -> Listed:
     yield from found.items()
 
 
-def passes_of(answers: Iterable[Any], dtype: str) -> Iterator[Pass]:
+def passes_of(answers: Iterable[Any], dtype: str, others_serve: bool = False) -> Iterator[Pass]:
     """Yield the answers of a plan, each of which has candidates of one kernel or several, where it has any."""
     for answer in answers:
         each = [candidate if isinstance(candidate, tuple) else (candidate,) for candidate in answer]
         if each:
-            yield Pass(tuple(tuple(replace(kernel, rules=NO_RULES) for kernel in own) for own in each), dtype)
+            kernels = tuple(tuple(replace(kernel, rules=NO_RULES) for kernel in own) for own in each)
+            yield Pass(kernels, dtype, others_serve)
 
 
 def of_forward(capability: Capability, limit: int) -> Iterator[Pass]:

@@ -88,27 +88,32 @@ _KINDS = (
 )
 
 
-def kernel_of(problem: AttentionProblem, bias_tiles: bool, mask_tiles: bool, num_sms: int) -> Sm90ForwardConfig:
-    """Return the kernel that a problem takes, whose result TMA can write."""
+def _kernels_of(
+    problem: AttentionProblem, bias_tiles: bool, mask_tiles: bool, num_sms: int, by_tma: bool = True
+) -> tuple[Sm90ForwardConfig, ...]:
+    """Return the candidates for a problem whose result TMA can write, or cannot."""
     config, num_splits = sm90_grid.for_grid(problem, sm90_forward.config_for(problem, bias_tiles, mask_tiles), num_sms)
-    config = replace(sm90_forward.for_pages(problem, config), hides_queries=sm90_forward.may_hide_queries(problem))
-    return config if num_splits == 1 else replace(config, splits_keys=True, staging_panels=0, pair=1)
+    config = sm90_forward.for_pages(problem, config)
+    if num_splits > 1 or not by_tma:
+        config = replace(config, splits_keys=num_splits > 1, staging_panels=0, pair=1)
+    hides = sm90_forward.may_hide_queries(problem)
+    return tuple(replace(each, hides_queries=hides) for each in sm90_forward.candidates(problem, config))
 
 
-def _kernels(dims: tuple[int, int], dtype: str) -> Iterator[Sm90ForwardConfig]:
+def _kernels(dims: tuple[int, int], dtype: str) -> Iterator[tuple[Sm90ForwardConfig, ...]]:
     for kind in _KINDS:
         for flags in kind.option_sets:
             problem = replace(problem_of(dtype, *dims, flags), **kind.fields)
             bias_tiles, mask_tiles = (kind.in_tiles and flag in flags for flag in ("has_bias", "has_mask"))
-            yield kernel_of(problem, bias_tiles, mask_tiles, kind.num_sms)
+            yield _kernels_of(problem, bias_tiles, mask_tiles, kind.num_sms)
     for flags in _PLAIN:  # results that TMA cannot write
-        yield replace(kernel_of(problem_of(dtype, *dims, flags), False, False, _FILLED), staging_panels=0, pair=1)
+        yield _kernels_of(problem_of(dtype, *dims, flags), False, False, _FILLED, by_tma=False)
 
 
 def of_forward() -> Iterator[Pass]:
     """Yield the forward kernels on 16 bits, each once."""
     for dims, dtype in product(HEAD_DIMS, HALF_DTYPES):
-        yield from (Pass(((config,),), dtype) for config in dict.fromkeys(_kernels(dims, dtype)))
+        yield from passes_of(dict.fromkeys(_kernels(dims, dtype)), dtype)
 
 
 def of_fp8() -> Iterator[Pass]:
@@ -145,7 +150,7 @@ def of_split_backward() -> Iterator[Pass]:
     """Yield the kernels of the gradients of such operands."""
     for precision, parts in split.PARTS.items():
         problems = problems_of(split_tiles.BACKWARD[parts], "float32", also=_EACH_OPTION, precision=precision)
-        yield from passes_of(map(split.backward, problems), "float32")
+        yield from passes_of(map(split.backward, problems), "float32", others_serve=True)
 
 
 def of_backward() -> Iterator[Pass]:
@@ -173,7 +178,7 @@ def of_backward() -> Iterator[Pass]:
 
 def _pass_of(answer: Iterable[Sm90BackwardConfig], dtype: str) -> Pass:
     rows = ((config, replace(config.of_rows, entry=ROWS)) for config in answer)
-    return Pass(tuple((config, row, replace(row, entry=DQ, writes_dslopes=False)) for config, row in rows), dtype)
+    return Pass(tuple((config, row, replace(row, entry=DQ, writes_dslopes=False)) for config, row in rows), dtype, True)
 
 
 def _options() -> Iterator[Flags]:

@@ -56,16 +56,16 @@ def test_results(dtype: str, seqlen_q: int, batch: int, monkeypatch: pytest.Monk
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(at_once, "can_forward", lambda p: False)
         expected, expected_lse = cuflash.attention(q, k, v, return_lse=True)
-    calls: list[bool] = []
+    calls: list[np.ndarray | None] = []
     once = at_once.forward
 
-    def noted(*arguments: Any) -> bool:
+    def noted(*arguments: Any) -> np.ndarray | None:
         calls.append(once(*arguments))
         return calls[-1]
 
     monkeypatch.setattr(at_once, "forward", noted)
     out, lse = cuflash.attention(q, k, v, out=target, return_lse=True)
-    assert calls == [True]
+    assert calls == [None]
     assert out is target
     tolerance = {"float64": 1e-14, "float32": 1e-6}.get(dtype, 1e-2)
     np.testing.assert_allclose(out.astype(float), expected.astype(float), rtol=tolerance, atol=tolerance)
@@ -83,6 +83,19 @@ def test_extreme_numbers(name: str, value: float) -> None:
     expected, expected_lse = reference.attention(*arrays.values())
     np.testing.assert_allclose(out, expected, rtol=2e-6, atol=1e-6)
     np.testing.assert_allclose(lse, expected_lse, rtol=2e-6)
+
+
+@pytest.mark.parametrize("value", [np.nan, 3e38])
+def test_a_row_with_extreme_numbers_changes_no_other(value: float) -> None:
+    """The bits of all other rows, and of other heads, are those without it."""
+    q, k, v = drawn(2, 3, 4, 8), drawn(2, 9, 2, 8, seed=1), drawn(2, 9, 2, 8, seed=2)
+    out, lse = cuflash.attention(q, k, v, return_lse=True)
+    q[1, 2, 3, 5] = value
+    own_out, own_lse = cuflash.attention(q, k, v, return_lse=True)
+    assert np.isnan(own_out[1, 2, 3]).all() == np.isnan(value)
+    own_out[1, 2, 3], own_lse[1, 3, 2] = out[1, 2, 3], lse[1, 3, 2]
+    np.testing.assert_array_equal(own_out, out)
+    np.testing.assert_array_equal(own_lse, lse)
 
 
 def test_progress_is_told() -> None:

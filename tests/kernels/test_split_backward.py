@@ -8,7 +8,7 @@ from typing import Any
 import devices
 import numpy as np
 import pytest
-from compiling import HOPPER, assert_compiles_well, compiled, needs_compiler
+from compiling import HOPPER, assert_compiles_well, compiled, needs_compiler, spill_nothing
 from cpu_device import device, hook
 
 import cuflash
@@ -202,10 +202,8 @@ def test_a_block_mask_and_a_window_beside_one_option_and_two(name: str) -> None:
         )
         problem = replace(problem, **BESIDE_BLOCK_MASK[name])
         beside = [problem, *(replace(problem, **BESIDE_BLOCK_MASK[other]) for other in others)]
-        configs = {config for each in beside for config in plan_split.backward(each)[0]}
-        for config in compiled(HOPPER, sorted(configs, key=str)):
-            assert_compiles_well(HOPPER, config)
-        assert all(map(plan_split.backward, beside))
+        for each in beside:
+            assert any(spill_nothing(HOPPER, kernels) for kernels in plan_split.backward(each)), each
 
 
 @pytest.mark.parametrize("precision", [None, "tf32"])
