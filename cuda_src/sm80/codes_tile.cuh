@@ -8,21 +8,17 @@
 //
 // Factors: the score of a key is multiplied by its k_scale, and its weight by its v_scale. Weights so multiplied may be
 // far from 1, so they stand in a unit of their row (Units).
+#include "../around/code_vector.cuh"
 #include "../fragment/softmax_fragment.cuh"
 #include "tile.cuh"
 
 constexpr bool FOLLOWS_MAXIMA = true;  // weights are rounded against the running maximum, whose own is exact
 constexpr int WARP_KEYS = BLOCK_N / (SPLITS_WARPS ? NUM_WARPS : 1);
 constexpr int UNROLLED = ALIGNED ? 4 : 1;  // loads that a thread issues together; element by element they are long
-constexpr int CODES = VECTOR_BYTES;        // codes that one access moves
 static_assert(sizeof(Element) == 2 && KEY_WARPS == 1 && STAGES == 2 && LISTED == 1, "what these tiles are for");
 
 // ---- Where codes and their scales lie
 
-// codes_of() is an array of codes: its strides count codes as they count elements.
-DEVICE const Tensor<const u8>& codes_of(const Tensor<const Element>& x) {
-  return reinterpret_cast<const Tensor<const u8>&>(x);
-}
 DEVICE const float* scales_at(const Tensor<const float>& scale, i64 batch, i64 row, i64 head) {
   return scale.data == nullptr ? nullptr : scale.at(batch, row, head);
 }
@@ -55,27 +51,10 @@ DEVICE CodeRows rows_of_codes(const AttentionParams& p, const Sequence& s, Opera
 
 // ---- Tiles
 
-union CodeVector {
-  u32 words[4];
-  uint4 vector;
-};
-
-DEVICE void* at_shared(u32 address) { return __cvta_shared_to_generic(address); }
-
 // read_codes() reads a vector of a row; a code outside is 0.
 template <class Source>
 DEVICE CodeVector read_codes(const Source& rows, int row, bool inside, int vector) {
-  CodeVector x = {};
-  const int left = inside ? rows.num_columns - vector * CODES : 0;
-  if (left <= 0) return x;
-  const u8* from = rows.codes_at(row) + vector * CODES;
-  if (ALIGNED && left >= CODES) {
-    x.vector = *reinterpret_cast<const uint4*>(from);
-    return x;
-  }
-#pragma unroll
-  for (int i = 0; i < CODES; i++) x.words[i / 4] |= i < left ? u32(from[i]) << i % 4 * 8 : 0;
-  return x;
+  return read_codes<ALIGNED>(rows.codes_at(row) + vector * CODES, inside ? rows.num_columns - vector * CODES : 0);
 }
 
 // copy_codes() starts to copy a vector of a row to shared memory; a code outside is 0.
@@ -88,12 +67,6 @@ DEVICE void copy_codes(u32 to, const Source& rows, int row, bool inside, int vec
   } else {
     *static_cast<uint4*>(at_shared(to)) = read_codes(rows, row, inside, vector).vector;
   }
-}
-
-DEVICE u32 element_pair(__half, u32 halves) { return halves; }
-DEVICE u32 element_pair(__nv_bfloat16, u32 halves) {
-  const float2 x = __half22float2(*reinterpret_cast<const __half2*>(&halves));
-  return packed(__nv_bfloat16(), x.x, x.y);
 }
 
 // DecodedTile is ROWS x COLUMNS elements that are made of codes. A thread decodes the vectors that it has loaded.
@@ -111,16 +84,8 @@ struct DecodedTile : SharedTile<ROWS, COLUMNS, true> {
   DEVICE void decode(int row, int vector, const CodeVector& codes) const {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      u32 words[4];
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        u32 halves[2];
-        ptx::halves_of_e4m3(halves, codes.words[2 * half + i]);
-        words[2 * i] = element_pair(Element(), halves[0]);
-        words[2 * i + 1] = element_pair(Element(), halves[1]);
-      }
       *static_cast<uint4*>(at_shared(this->address + Elements::offset(row, 2 * vector + half))) =
-          make_uint4(words[0], words[1], words[2], words[3]);
+          elements_of(codes, half);
     }
   }
 };

@@ -55,6 +55,7 @@ def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Arra
         run_forward(work)
     elif not (
         gpu_sm90_fp8.forward(work)
+        or gpu_sm90.codes_forward(work)
         or gpu_sm80.fp8_forward(work)
         or (_may_write_wide(problem) and gpu_sm90.forward(work))
     ):

@@ -16,7 +16,7 @@ from cuflash.gpu.params import SCORE_TENSORS, Arrays, num_key_splits
 from cuflash.gpu.persistent import Box, Persistent
 from cuflash.gpu.portable import WithoutTiles, slope_sums
 from cuflash.hardware import ALIGNMENT, HALF_BYTES, WARP
-from cuflash.plan import sm90_backward, sm90_forward, sm90_grid, sm90_order
+from cuflash.plan import sm90_backward, sm90_codes, sm90_forward, sm90_grid, sm90_order
 from cuflash.plan.key_splits import merges_by_rows
 from cuflash.plan.sm90_backward_config import Sm90BackwardConfig, with_query_splits
 from cuflash.plan.sm90_config import Sm90ForwardConfig
@@ -98,6 +98,39 @@ def forward(work: Work) -> bool:
     return True
 
 
+def codes_forward(work: Work) -> bool:
+    """Do as `forward` for 16-bit queries over e4m3 keys and values, in pages or not."""
+    layouts = work.layouts(("q", "k", "v")) if work.device.has_wgmma else None
+    if layouts is None or any(_varies(work, name) for name in ("k_scale", "v_scale")):
+        return False
+    check_rows(work.problem)
+    tensors = layouts, *(_layout(work, work.arrays.get(x)) for x in ("bias", "mask"))
+    found = sm90_codes.forward(work.problem, *tensors, num_sms=work.device.num_sms)
+    chosen = work.chosen_pass([(Forward(config.entry, config),) for config, _ in found], others_serve=True)
+    if not chosen:
+        return False
+    (kernel,), num_splits = chosen, dict(found)[chosen[0].config]
+    if work.arrays["out"].dtype.itemsize > HALF_BYTES:
+        _run_wide(work, kernel)
+        return True
+    partials = key_splits.partial_results(work, num_splits)
+    if not partials and not _is_out_expressible(work):
+        kernel = replace(kernel, config=replace(kernel.config, staging_panels=0))
+    work.run(kernel, work.arrays | partials)
+    if partials:
+        key_splits.merge(work, partials, merges_by_rows(work.problem, num_splits, has_few_queries(work.problem)))
+    return True
+
+
+def _varies(work: Work, name: str) -> bool:
+    """Return True if the rows of a head may have scales of their own, or pages may."""
+    scale = work.arrays.get(name)
+    if scale is None:
+        return False
+    axes = slice(-2 if work.problem.pages is None else -3, -1)
+    return any(n > 1 and stride for n, stride in zip(scale.shape[axes], scale.strides[axes], strict=True))
+
+
 def paged_forward(work: Work) -> bool:
     """Do as `forward` does, but read pages where they lie."""
     if not work.device.has_wgmma:
@@ -108,13 +141,16 @@ def paged_forward(work: Work) -> bool:
 
 def _wide_forward(work: Work, config: Sm90ForwardConfig) -> bool:
     """Write a float32 out and lse, as those of the only split of the keys; False where another family runs."""
-    out, lse = work.arrays["out"], work.arrays["lse"]
     wide = sm90_forward.wide_config(work.problem, config)
     kernel = None if wide is None else _first_forward(work, wide)
     if kernel is None:
         return False
-    work.run(kernel, work.arrays | {"out_splits": out, "lse_splits": lse})
+    _run_wide(work, kernel)
     return True
+
+
+def _run_wide(work: Work, kernel: Forward) -> None:
+    work.run(kernel, work.arrays | {"out_splits": work.arrays["out"], "lse_splits": work.arrays["lse"]})
 
 
 def _first_forward(work: Work, config: Sm90ForwardConfig) -> Forward | None:

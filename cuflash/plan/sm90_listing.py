@@ -14,7 +14,7 @@ from itertools import combinations, product
 from typing import Any, NamedTuple
 
 from cuflash.hardware import num_sms
-from cuflash.plan import sm90_forward, sm90_fp8, sm90_grid, split, split_tiles
+from cuflash.plan import sm90_codes, sm90_forward, sm90_fp8, sm90_grid, split, split_tiles
 from cuflash.plan.config import KNOWN_TO_ALL
 from cuflash.plan.listing import BLOCK_MASK, FP8_RESULTS, WINDOW, Flags, Pass, passes_of, problem_of, problems_of
 from cuflash.plan.sm90_backward import DQ, FEW_SEEN, ROWS, backward
@@ -35,7 +35,7 @@ _ALONE = {flag: (WINDOW, flag) for flag in KNOWN_TO_ALL if flag != WINDOW}
 
 def of_hopper() -> Iterator[Pass]:
     """Yield all of Hopper's own kernels, in the order in which calls ask families."""
-    for family in (of_forward, of_fp8, of_backward, of_split_forward, of_split_backward):
+    for family in (of_forward, of_fp8, of_codes, of_backward, of_split_forward, of_split_backward):
         yield from family()
 
 
@@ -129,6 +129,17 @@ def of_fp8() -> Iterator[Pass]:
         yield from passes_of([sm90_fp8.forward(replace(problem, softmax_scale=-1.0), ())], FP8)
         split_keys = (replace(config, splits_keys=True) for config in sm90_fp8.forward(problem, ()))
         yield from passes_of([tuple(split_keys)], FP8)
+
+
+def of_codes() -> Iterator[Pass]:
+    """Yield the forward kernels on 16-bit queries over e4m3 codes: with a window and any one option, and with all."""
+    flags_of_each = ((WINDOW,), *_ALONE.values(), tuple(flag for flag in KNOWN_TO_ALL if flag != BLOCK_MASK))
+    ways: tuple[dict[str, Any], ...] = {}, _SMALL_PAGES
+    for dims, dtype, pages, flags in product(HEAD_DIMS, HALF_DTYPES, ways, flags_of_each):
+        problem = problem_of(dtype, *dims, flags, has_fp8_keys=True, out_dtype=dtype, **pages)
+        problem = replace(problem, seqlen_q=_LONG, num_heads_q=_LARGE)
+        launches = sm90_codes.forward(problem, (), num_sms=_FILLED)
+        yield from passes_of([tuple(config for config, _ in launches)], dtype, others_serve=True)
 
 
 _EACH_OPTION: tuple[Flags, ...] = (

@@ -196,7 +196,9 @@ def _chosen(args: argparse.Namespace, problem: AttentionProblem) -> dict[str, st
         "backward on tensor cores": reasons.wide(problem, True) or reasons.backward_sm80(problem),
     }
     if problem.dtype in HALF_DTYPES:
-        mma["forward on FP8 keys and values"] = reasons.fp8_sm80(replace(problem, has_fp8_keys=True))
+        fp8_keys = replace(problem, has_fp8_keys=True, out_dtype=problem.dtype)
+        hopper["forward on Hopper, FP8 keys and values"] = reasons.codes_sm90(fp8_keys)
+        mma["forward on FP8 keys and values"] = reasons.fp8_sm80(fp8_keys)
         bias_dtype = "float32" if problem.bias else None
         codes = replace(problem, has_fp8_keys=True, dtype=e4m3.NAME, bias_dtype=bias_dtype, out_dtype=problem.dtype)
         hopper["forward on Hopper, FP8 arrays alone"] = reasons.fp8_sm90(codes)

@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
-from cuflash.hardware import capability_of, smem_limit
-from cuflash.plan import sm80_backward, sm80_forward, sm80_fp8, sm80_wide, sm90_backward, sm90_forward, sm90_fp8, split
+from cuflash.hardware import capability_of, num_sms, smem_limit
+from cuflash.plan import (
+    sm80_backward,
+    sm80_forward,
+    sm80_fp8,
+    sm80_wide,
+    sm90_backward,
+    sm90_codes,
+    sm90_forward,
+    sm90_fp8,
+    split,
+)
 from cuflash.plan.config import not_taken, of_half
 from cuflash.plan.record import AMPERE
 from cuflash.plan.sm80_kinds import FLOAT64, HALF_RATE, PARTS_OF, kind_of, pays
@@ -50,6 +60,18 @@ def fp8_sm90(problem: AttentionProblem) -> str:
     return (
         f"wgmma on e4m3 codes and TMA, tiles of {config.tile}, {config.smem_bytes} bytes of shared memory: "
         f"{config.flags}; as on other GPUs where an address or a stride of q, k or v is no multiple of 16 bytes"
+    )
+
+
+def codes_sm90(problem: AttentionProblem) -> str:
+    """A sentence for users: the kernel that 16-bit queries over e4m3 keys take on Hopper, and why."""
+    found = sm90_codes.forward(problem, (), num_sms=num_sms("sm_90a"))
+    if not found:
+        return f"as on other GPUs: {sm90_codes.obstacle(problem)}"
+    config, _ = found[0]
+    return (
+        f"wgmma on elements that are made of e4m3 codes, tiles of {config.tile}, {config.smem_bytes} bytes of shared "
+        f"memory: {config.flags}; as on other GPUs where an address or a stride of q, k or v is no multiple of 16 bytes"
     )
 
 

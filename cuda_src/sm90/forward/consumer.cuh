@@ -2,6 +2,7 @@
 // for each step of its loop over the tiles of keys. The loop issues the next scores before the product of the last
 // weights and values (FlashAttention-3, Algorithm 2), and the warpgroups take the tensor cores in an order (ping-pong),
 // so that exponentials run while products are computed. forward.cu has the loop over the tiles of queries.
+#include "head_scales.cuh"
 #include "softmax.cuh"
 #include "storage.cuh"
 
@@ -65,6 +66,7 @@ struct Consumer {
   HiddenValues& hidden;
   const TileMessage& work;  // read again from shared memory where it is needed: registers are scarce
   const UnitFragment& scores;
+  const HeadScales<HAS_FP8>& scales;
   const SlopeProduct<SLOPE_BY_PRODUCT>& slope;
   RowSoftmax& softmax;
   TileFragments& held;
@@ -80,8 +82,8 @@ struct Consumer {
 
   DEVICE Consumer(const AttentionParams& p, SharedStorage& shared, Rings& rings, const ProductOrder& order,
                   HiddenValues& hidden, const TileMessage& work, const UnitFragment& scores,
-                  const SlopeProduct<SLOPE_BY_PRODUCT>& slope, RowSoftmax& softmax, TileFragments& held,
-                  RowNumbers& numbers, int warpgroup, int first_row, int row)
+                  const HeadScales<HAS_FP8>& scales, const SlopeProduct<SLOPE_BY_PRODUCT>& slope, RowSoftmax& softmax,
+                  TileFragments& held, RowNumbers& numbers, int warpgroup, int first_row, int row)
       : p(p),
         shared(shared),
         rings(rings),
@@ -89,6 +91,7 @@ struct Consumer {
         hidden(hidden),
         work(work),
         scores(scores),
+        scales(scales),
         slope(slope),
         softmax(softmax),
         held(held),
@@ -297,6 +300,7 @@ struct Consumer {
   // capped as if masked, so that it is the same code either way.
   template <Position POSITION>
   DEVICE bool find_scores(float (&x)[SCORES], const float (&shift)[2], int first_key, bool masked) {
+    scales.apply(x);
     if (POSITION == Position::FIRST || masked) to_exponents(softmax, x);
     if constexpr (HAS_BIAS_TILES) rings.bias.wait();
     scores.apply(x, held.bits, row, first_key, masked,

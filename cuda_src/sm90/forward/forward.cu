@@ -48,14 +48,16 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings
     const int first_row = work.first_of_rows() + warpgroup * ROWS_OF_WARPGROUP;
     const int row = first_row + warp_row() + fragment_row();
     const OwnRows own(rows, s, work.head, row);
-    const UnitFragment scores(p, s, work.head, rows, own, SCALE_ONCE ? scale : static_cast<float>(p.softmax_scale));
+    const int head_kv = PACKS_HEADS ? work.head : work.head / group_size(p);
+    const HeadScales<HAS_FP8> scales(p, s, head_kv, SCALE_ONCE ? scale : static_cast<float>(p.softmax_scale));
+    const UnitFragment scores(p, s, work.head, rows, own, scales.scale);
     hidden.begin(p, s, scores.mask, work.first_row());
     const SlopeProduct<SLOPE_BY_PRODUCT> slope(scores.units, s, first_row);
     RowSoftmax softmax = softmax_of(scores);
     TileFragments held;
     RowNumbers numbers(p, work, own);
-    Consumer tile(p, shared, rings, order, hidden, work, scores, slope, softmax, held, numbers, warpgroup, first_row,
-                  row);
+    Consumer tile(p, shared, rings, order, hidden, work, scores, scales, slope, softmax, held, numbers, warpgroup,
+                  first_row, row);
     const ConsumerKeyIterator all(work, work.keys);
 
     rings.q.wait();
@@ -84,6 +86,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings
       tile.ask_for_recheck();
     }
 
+    scales.apply_to_values(p, s, head_kv, numbers.inverse);
     write_tile(p, out_map, row_map, work, rows, own, row, held.out, numbers.inverse, numbers.lse,
                ptx::shared_address(&shared));
     __syncwarp();
@@ -136,9 +139,9 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__((CONSU
   if (warpgroup == CONSUMERS) {
     ptx::set_registers_fewer<PRODUCER_REGISTERS>();
     const u32 first = CONSUMERS * WARPGROUP + team.number * 2 * WARP;
-    if (COPIES_ROWS ? warp_of_producer() != SCHEDULING_WARP
-        : HAS_PAGES ? threadIdx.x / WARP == first / WARP
-                    : threadIdx.x == first)
+    if (COPIES_ROWS      ? warp_of_producer() != SCHEDULING_WARP
+        : LOADS_BY_WARPS ? threadIdx.x / WARP == first / WARP
+                         : threadIdx.x == first)
       Loader{p, shared, rings, &q_map, &k_map, &v_map, &bias_map, &mask_map, TileRows(p)}.load_all();
     if (threadIdx.x == first + WARP) schedule_tiles(p, shared, rings, team);
     if constexpr (ZEROES_BY_LENGTHS || (ZEROES_HIDDEN && HAS_WINDOW)) {

@@ -56,7 +56,7 @@ struct Loader {
       signalled = false;
       if (!HIDES_ANYWHERE || work.tile != NO_WORK) load_tile(work);
       signal_nearly_loaded(0);
-      if constexpr (HAS_PAGES) __syncwarp();
+      if constexpr (LOADS_BY_WARPS) __syncwarp();
       rings.work.release();
     }
   }
@@ -82,12 +82,12 @@ struct Loader {
     bool last = blocks.done();
     if (HAS_BLOCK_MASK && !last) {
       const Mask mask(p, s, work.head);
-      if constexpr (HAS_PAGES) __syncwarp();  // all lanes have read the list that one of them replaces
+      if constexpr (LOADS_BY_WARPS) __syncwarp();  // all lanes have read the list that one of them replaces
       if (leads()) {
         shared.lists[rings.work.stage].list =
             mask.slots + static_cast<i64>(work.tile) * WARPGROUPS_PER_TILE * p.slot_columns;
       }
-      if constexpr (HAS_PAGES) __syncwarp();
+      if constexpr (LOADS_BY_WARPS) __syncwarp();
       prefetched = {blocks.list + 1, blocks.left, blocks.end, 0, blocks.block << 1 | blocks.partial};
       look_ahead(work);
     }
@@ -106,7 +106,7 @@ struct Loader {
       const int values = block;
       last = HAS_BLOCK_MASK ? prefetched.left == 0 : blocks.done();
       if (!last) block = load_keys(blocks, work, row_k, head_kv, batch, pages);
-      if constexpr (HAS_PAGES) {
+      if constexpr (LOADS_BY_WARPS) {
         acquire_together(rings.v);
         if (!COPIES_ROWS && leads()) rings.v.expect();
         pages.load_values(rings.v, values, head_kv);
@@ -199,7 +199,7 @@ struct Loader {
     } else {
       const int block = block_of(blocks, work);
       blocks.advance();
-      if constexpr (HAS_PAGES) {
+      if constexpr (LOADS_BY_WARPS) {
         acquire_together(rings.k);
         if (!COPIES_ROWS && leads()) rings.k.expect();
         pages.load_keys(rings.k, block, head_kv);

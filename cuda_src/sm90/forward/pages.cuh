@@ -5,26 +5,28 @@
 #include "../../around/pages.cuh"
 #include "../pipeline.cuh"
 
-static_assert(!HAS_PAGES || PAIR == 1, "a box of a page is loaded for one thread block");
-
-// COPIES_ROWS tells that pages are so small that a box of TMA has few rows. Then three warps load, all but the
-// scheduler's, and copy keys and values row by row (page_rows.cuh); the first of them also loads the operands that have
-// no pages.
+// COPIES_ROWS tells that threads copy keys and values row by row (page_rows.cuh): where pages are so small that a box
+// of TMA has few rows, and where rows are codes. Then three warps load, all but the scheduler's; the first of them also
+// loads the other operands.
 constexpr int LOADING_WARPS = COPIES_ROWS ? 3 : 1;
 constexpr int SCHEDULING_WARP = 1;  // of the warpgroup that loads
 DEVICE int warp_of_producer() { return static_cast<int>(threadIdx.x) / WARP - CONSUMERS * (WARPGROUP / WARP); }
 DEVICE bool in_first_loading_warp() { return !COPIES_ROWS || warp_of_producer() == 0; }
 
+// LOADS_BY_WARPS tells whether whole warps load; else one thread does.
+constexpr bool LOADS_BY_WARPS = HAS_PAGES || COPIES_ROWS;
+static_assert(!LOADS_BY_WARPS || PAIR == 1, "what a warp loads is for one thread block");
+
 // leads() tells whether the thread announces the bytes that the loading warps bring, and starts the copies that are one
-// box. Operands without pages need no table, and one thread loads them.
-DEVICE bool leads() { return !HAS_PAGES || (lane() == 0 && in_first_loading_warp()); }
+// box.
+DEVICE bool leads() { return !LOADS_BY_WARPS || (lane() == 0 && in_first_loading_warp()); }
 
 // acquire_together() waits for a ring's buffer. No lane may fall back by more than a step: the phase that it waits for
 // would be over twice.
 template <class AnyRing>
 DEVICE void acquire_together(const AnyRing& ring) {
   ring.acquire();
-  if constexpr (HAS_PAGES) __syncwarp();
+  if constexpr (LOADS_BY_WARPS) __syncwarp();
 }
 
 constexpr int BOXES_OF_LANE = HAS_PAGES ? (BLOCK_N + WARP - 1) / WARP : 1;
@@ -36,7 +38,7 @@ struct TilePages {
 
 // KeysCome says how keys come: as one box a tile, as boxes of pages, or row by row.
 enum class KeysCome { IN_TILES, IN_BOXES, IN_ROWS };
-constexpr KeysCome KEYS_COME = !HAS_PAGES ? KeysCome::IN_TILES : COPIES_ROWS ? KeysCome::IN_ROWS : KeysCome::IN_BOXES;
+constexpr KeysCome KEYS_COME = COPIES_ROWS ? KeysCome::IN_ROWS : HAS_PAGES ? KeysCome::IN_BOXES : KeysCome::IN_TILES;
 
 // PagedKeys are the keys of one sequence, and the pages of the tiles whose keys and whose values are loaded next.
 template <KeysCome>

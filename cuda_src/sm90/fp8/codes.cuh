@@ -6,6 +6,7 @@
 // Weights are rounded to e4m3 in multiples of 2^-8, against the running maximum, so the largest is exact and weights
 // down to 2^-14 of it have all bits of e4m3. Keys are visited from the last on: a sink at the first key then does not
 // push the weights of others below the least code.
+#include "../../around/scales.cuh"
 #include "../forward/epilogue.cuh"
 #include "../../fragment/softmax_fragment.cuh"
 
@@ -139,16 +140,8 @@ struct CodeSoftmax {
 
 // ---- Scales
 
-// scale_at() is the scale of a row of codes; without scales all are 1.
-DEVICE float scale_at(const Tensor<const float>& scale, i64 batch, i64 row, int head) {
-  return scale.data == nullptr ? 1.0f : *scale.at(batch, row, head);
-}
-
 // FOLDS_SCALES: where all rows of a head share their scales, plain scores take them with the scale of the softmax.
 constexpr bool FOLDS_SCALES = PLAIN_SCORES && !TOKEN_SCALES;
-
-// is_usual() tells whether a positive number may be multiplied by log2(e), and by a few others like it.
-DEVICE bool is_usual(float x) { return x > 0x1p-80f && x < 0x1p80f; }
 
 // ScoreScales are what products are multiplied by: `factor`, or with TOKEN_SCALES numbers of the thread's two rows and
 // of each key. `scale` is then the scale of the softmax.

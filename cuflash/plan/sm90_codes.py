@@ -1,0 +1,98 @@
+"""When Hopper's forward kernel on 16 bits takes e4m3 keys and values, under queries of 16 bits.
+
+Its loading warps make elements of 16 bits of the codes that they read (`cuda_src/sm90/forward/page_rows.cuh`), in pages
+or not; tiles are those for pages, which leave such warps registers. All rows of a head share their scales, by which
+products and results are multiplied. Scales of tokens, few queries and block masks are for `sm80_fp8`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cuflash.kept import kept
+from cuflash.plan import sm90_forward, sm90_grid
+from cuflash.plan.config import has_plain_scores, unknown
+from cuflash.plan.sm90_config import Sm90ForwardConfig
+from cuflash.plan.sm90_forward import Layout, expressible, has_few_queries
+from cuflash.problem.attention_problem import HALF_DTYPES, AttentionProblem
+from cuflash.problem.pages import Pages
+
+_KNOWN = tuple(flag for flag in (*sm90_forward.HANDLES, "has_fp8") if flag != "has_block_mask")
+# Registers of a thread that loads and decodes, and of one that computes, by the columns of v: results of fewer columns
+# leave more to the loaders, which hold codes on their way.
+_REGISTERS = ((64, (104, 200)), (128, (88, 208)), (256, (72, 216)))
+Launches = tuple[Sm90ForwardConfig, int]  # a kernel, and the splits of the keys of each of its tiles
+
+
+def obstacle(problem: AttentionProblem) -> str:
+    """Say why a problem on FP8 keys cannot take the kernel; empty if it can."""
+    if problem.dtype not in HALF_DTYPES or not problem.has_fp8_keys:
+        return "wgmma on 16 bits takes queries of 16 bits over FP8 keys"
+    if problem.is_empty:
+        return "TMA takes no empty arrays"
+    if problem.out_dtype not in (None, problem.dtype, problem.accum_dtype):
+        return f"results of {problem.dtype} queries in {problem.out_dtype}"
+    if problem.split_size is not None:
+        return "no kernel with splits of one size"
+    if has_few_queries(problem):
+        return "no kernel for few queries"
+    return f"no kernel with {unknown(_KNOWN, problem)}" if unknown(_KNOWN, problem) else ""
+
+
+@kept
+def forward(
+    problem: AttentionProblem,
+    layouts: tuple[Layout, ...],
+    bias: Layout | None = None,
+    mask: Layout | None = None,
+    *,
+    num_sms: int,
+) -> tuple[Launches, ...]:
+    """The candidates for a problem whose q, k and v have these `layouts`, at multiples of 16 bytes."""
+    if obstacle(problem) or not all(expressible(*layout) for layout in layouts):
+        return ()
+    halves = as_halves(problem)
+    config = sm90_forward.forward(halves, (), bias, mask)
+    if config is None:
+        return ()
+    own, num_splits = sm90_grid.for_grid(halves, config, num_sms)
+    if own.has_work_list or problem.result_dtype != problem.dtype:
+        own, num_splits = config, 1
+    if num_splits > 1:
+        own = replace(own, splits_keys=True, staging_panels=0)
+    found = sm90_forward.candidates(halves, replace(own, pair=1))
+    return tuple((_of_codes(problem, each), num_splits) for each in found)
+
+
+def as_halves(problem: AttentionProblem) -> AttentionProblem:
+    """Return a problem on 16 bits in pages, whose tiles are those of a problem on codes."""
+    pages = problem.pages or Pages(problem.batch, max(problem.seqlen_k, 1), 1)
+    return replace(problem, has_fp8_keys=False, out_dtype=None, pages=pages)
+
+
+def _registers(config: Sm90ForwardConfig) -> tuple[int, int]:
+    """Return the registers of a thread that loads and of one that computes."""
+    if config.consumers != 2:
+        return config.producer_registers, config.consumer_registers
+    return next(found for widest, found in _REGISTERS if config.head_dim_v <= widest)
+
+
+def _of_codes(problem: AttentionProblem, config: Sm90ForwardConfig) -> Sm90ForwardConfig:
+    """Return the configuration on codes of one on pages of 16 bits."""
+    loading, computing = _registers(config)
+    is_wide = problem.result_dtype != problem.dtype
+    return replace(
+        config,
+        has_fp8=True,
+        has_pages=problem.pages is not None,
+        copies_rows=True,
+        # The error of a row with a large weight is the smallest then, by which FP8 is judged.
+        follows_every_maximum=True,
+        early_powers=0,
+        producer_registers=loading,
+        consumer_registers=computing,
+        plain_scores=has_plain_scores(problem),
+        hides_queries=sm90_forward.may_hide_queries(problem),
+        splits_keys=config.splits_keys or is_wide,
+        staging_panels=0 if is_wide else config.staging_panels,
+    )

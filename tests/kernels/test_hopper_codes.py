@@ -1,0 +1,307 @@
+"""Hopper's forward kernel on 16 bits over e4m3 keys and values, on the CPU device: results, and what it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import tiers
+from cases import np_dtype
+from compiling import HOPPER, assert_compiles_well
+from compiling import needs_compiler as needs_nvrtc
+from cpu_device import device as cpu_device
+from cpu_device import hook
+from cpu_device.device import Check, CpuDevice
+from devices import forget_launches
+from fp8 import RMS_FACTOR, Exact, assert_near, inputs, naive, numbers_of, quantized, rms
+from fp8 import exact as exact_on
+from numpy.typing import NDArray
+from rows import options_of
+
+import cuflash
+from cuflash import reference
+from cuflash.gpu import launch
+from cuflash.plan import listing, sm80_fp8, sm90_codes, sm90_listing
+from cuflash.problem.attention_problem import HALF_DTYPES, AttentionProblem
+
+Array = NDArray[Any]
+needs_compiler = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
+RNG = np.random.default_rng(0)
+LENGTHS = (150, 200)
+ENTRY, OF_SPLITS = "forward_sm90", {"merge_splits", "merge_rows"}
+
+
+def entries() -> set[str]:
+    """Return the kernels that calls have taken."""
+    return {x.kernel.entry for x in launch._launches.values()}
+
+
+@pytest.fixture(params=HALF_DTYPES)
+def queries(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The queries' dtype on Hopper with few multiprocessors; its calls must have taken this kernel alone."""
+    forget_launches()
+    with hook.kernels_on(CpuDevice((9, 0), num_sms=3)):
+        yield request.param
+    assert ENTRY in entries()
+    assert entries() <= {ENTRY, *OF_SPLITS}
+    assert all(x.kernel.config.has_fp8 for x in launch._launches.values() if x.kernel.entry == ENTRY)
+
+
+def drawn(
+    queries: str, dims: tuple[int, int] = (64, 64), per: str = "head", lengths: tuple[int, int] = LENGTHS
+) -> tuple[Any, Any, Any]:
+    """Queries and codes of two sequences, four query heads on two; the scales; and the numbers that all are."""
+    q = RNG.standard_normal((2, lengths[0], 4, dims[0])).astype(np_dtype(queries))
+    k, v = (quantized(RNG.standard_normal((2, lengths[1], 2, d)).astype(np.float32), per) for d in dims)
+    return [q, k.codes, v.codes], {"k_scale": k.scale, "v_scale": v.scale}, [q.astype(np.float64), k.numbers, v.numbers]
+
+
+def exact(queries: str, numbers: Any, *edges: Array, **options: Any) -> Exact:
+    """Compute attention on numbers, and how far the rounding of weights may move it."""
+    return exact_on("sm_90", queries, numbers, *edges, **options)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window": (30, 10)},
+    "softcap": {"softcap": 2.0, "softmax_scale": 0.7},
+    "negative scale": {"softmax_scale": -0.2},
+    "bias": {"bias": RNG.standard_normal((2, 1, *LENGTHS)).astype(np.float32)},
+    "bias that hides": {"bias": np.where(RNG.random((1, 4, *LENGTHS)) < 0.2, -np.inf, 0).astype(np.float32)},
+    "mask": {"mask": RNG.random((4, *LENGTHS)) < 0.7},
+    "alibi": {"alibi_slopes": np.array([0.5, 0.25, 0.125, 0.06], np.float32)},
+    "sink": {"sink": np.array([0.0, 1, -1, 2], np.float32), "causal": True},
+    "lengths": {
+        "q_lengths": np.array([150, 20], np.int32), "kv_lengths": np.array([61, 0], np.int32), "causal": True,
+    },
+    "dropout": {"dropout_p": 0.3, "dropout_seed": 7},
+    "splits": {"num_splits": 3, "causal": True},
+    "rules": {
+        "score_mod": lambda s, b, h, i, j, table: s + table[h] * abs(i - j),
+        "mask_mod": lambda b, h, i, j, table: (7 * i + 3 * j + h) % 5 != 0,
+        "operands": (np.array([0.1, -0.05, 0.02, 0.0], np.float32),),
+    },
+}  # fmt: skip
+TOGETHER = ("bias", "mask", "alibi", "sink", "lengths", "dropout")
+OPTIONS["all"] = {"softcap": 3.0} | {name: x for one in TOGETHER for name, x in OPTIONS[one].items()}
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(queries: str, name: str) -> None:
+    arrays, scales, numbers = drawn(queries)
+    options = OPTIONS[name]
+    expected = exact(queries, numbers, **{x: value for x, value in options.items() if x != "num_splits"})
+    for out_dtype in (queries, "float32"):
+        given = np.full((2, LENGTHS[0], 4, 64), np.nan, np_dtype(out_dtype))
+        out, lse = cuflash.attention(*arrays, **scales, **options, out=given, out_dtype=out_dtype, return_lse=True)
+        assert_near(out, expected)
+        np.testing.assert_allclose(lse, expected.lse, atol=2e-5)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dims", [(16, 32), (80, 96), (128, 128), (144, 112), (192, 128), (192, 192), (256, 208)])
+def test_head_dims(queries: str, dims: tuple[int, int]) -> None:
+    """Columns of q and k, and of v, that fill their panels or not."""
+    arrays, scales, numbers = drawn(queries, dims, "tensor")
+    expected = exact(queries, numbers, causal=True)
+    assert_near(cuflash.attention(*arrays, **scales, causal=True), expected)
+
+
+@needs_compiler
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("page_size", [1, 16, 80])
+def test_pages(queries: str, page_size: int, packed: bool) -> None:
+    """Rows of no sequence may hold anything."""
+    lengths, pages = np.array([200, 137], np.int32), -(-208 // page_size)
+    table = RNG.permutation(2 * pages).reshape(2, pages).astype(np.int32)
+    used = np.zeros((2 * pages, page_size), bool)
+    for row, length in zip(table, lengths, strict=True):
+        used[row] = (np.arange(pages * page_size) < length).reshape(pages, page_size)
+    pools = [
+        quantized(RNG.standard_normal((2 * pages, page_size, 2, d)).astype(np.float32), "tensor") for d in (64, 48)
+    ]
+    scales = {name: x.scale for name, x in zip(("k_scale", "v_scale"), pools, strict=True)}
+    for pool in pools:
+        pool.codes[~used] = 0x7F
+    q = RNG.standard_normal((2, 100, 4, 64)).astype(np_dtype(queries))
+    rows = [x.numbers[table].reshape(2, -1, *x.numbers.shape[2:]) for x in pools]
+    expected = exact(queries, (q.astype(np.float64), *rows), kv_lengths=lengths, causal=True)
+    options: dict[str, Any] = {**scales, "causal": True, "block_table": table, "kv_lengths": lengths}
+    if packed:
+        edges = np.array([0, 100, 200], np.int32)
+        flat = q.reshape(-1, *q.shape[2:])
+        out = cuflash.attention_varlen(flat, pools[0].codes, pools[1].codes, edges, None, **options)
+        assert_near(out.reshape(2, 100, 4, 48), expected)
+    else:
+        assert_near(cuflash.attention(q, pools[0].codes, pools[1].codes, **options), expected)
+
+
+@needs_compiler
+def test_packed_sequences(queries: str) -> None:
+    arrays, scales, numbers = drawn(queries, per="tensor")
+    edges_q, edges_k = np.array([0, 110, 150], np.int32), np.array([0, 130, 200], np.int32)
+    packed = [x[0] for x in arrays]
+    out = cuflash.attention_varlen(
+        *packed, edges_q, edges_k, causal=True, k_scale=scales["k_scale"][0], v_scale=scales["v_scale"][0]
+    )
+    for sequence in (0, 1):
+        rows, keys = (slice(*edges[sequence : sequence + 2]) for edges in (edges_q, edges_k))
+        own = [numbers[0][:1, rows], numbers[1][:1, keys], numbers[2][:1, keys]]
+        assert_near(out[None, rows], exact(queries, own, causal=True))
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", ["gaussian", "outliers", "sharp"])
+def test_error_is_that_of_plain_attention_with_rounded_weights(queries: str, kind: str) -> None:
+    q, k, v = inputs(kind, 0)
+    k8, v8 = quantized(k, "head"), quantized(v, "head")
+    given = q.astype(np_dtype(queries))
+    numbers = given.astype(np.float64)
+    true = reference.attention(numbers, k8.numbers, v8.numbers)[0]
+    out = cuflash.attention(given, k8.codes, v8.codes, k_scale=k8.scale, v_scale=v8.scale)
+    plain = naive(numbers, k8.numbers, v8, out.dtype.name, queries)
+    assert rms(out.astype(np.float64) - true) <= RMS_FACTOR * rms(plain - true)
+
+
+@needs_compiler
+def test_unused_places_never_matter(queries: str) -> None:
+    """Codes and scales beyond the lengths, and of keys that a mask hides from everybody, may be NaN."""
+    arrays, scales, numbers = drawn(queries)
+    mask = np.ones((LENGTHS[1],), bool)
+    mask[33] = False
+    options: Any = {
+        "q_lengths": np.array([150, 11], np.int32),
+        "kv_lengths": np.array([140, 0], np.int32),
+        "mask": mask,
+    }
+    expected = cuflash.attention(*arrays, **scales, **options, return_lse=True)
+    assert_near(expected[0], exact(queries, numbers, **options))
+    arrays[0][1, 11:] = np.nan
+    for x, name in ((arrays[1], "k_scale"), (arrays[2], "v_scale")):
+        x[0, 140:] = x[1] = x[:, 33] = 0xFF
+        scales[name] = scales[name].copy()
+        scales[name][1] = np.nan  # the scale of a sequence without keys
+    for x, y in zip(cuflash.attention(*arrays, **scales, **options, return_lse=True), expected, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@needs_compiler
+@pytest.mark.parametrize("k_scale", [-0.3, 0.0, 1e-30, 1e-42])
+@pytest.mark.parametrize("v_scale", [-2.0, 0.0, 1e9])
+def test_scales_of_any_size(queries: str, k_scale: float, v_scale: float) -> None:
+    arrays, _, numbers = drawn(queries, lengths=(70, 90))
+    scales: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale}
+    scales = {name: np.full((1, 1, 1), x, np.float32) for name, x in scales.items()}
+    own = [numbers[0], *(numbers_of(x, scale) for x, scale in zip(arrays[1:], scales.values(), strict=True))]
+    assert_near(cuflash.attention(*arrays, **scales, out_dtype="float32"), exact(queries, own))
+    if v_scale == 1e9:  # without scales all are 1
+        plain = exact(queries, [numbers[0], *map(numbers_of, arrays[1:])])
+        assert_near(cuflash.attention(*arrays, out_dtype="float32"), plain)
+
+
+@needs_compiler
+def test_nan_of_a_visible_key_is_seen(queries: str) -> None:
+    arrays, scales, _ = drawn(queries)
+    for code in (0x7F, 0xFF):
+        arrays[2][0, 5, 0, 0] = code
+        out = cuflash.attention(*arrays, **scales).astype(np.float32)
+        assert np.isnan(out[0, :, :2, 0]).all()
+        assert np.isfinite(out[..., 1:]).all()
+        assert np.isfinite(out[1]).all()
+
+
+@needs_compiler
+def test_strides(queries: str) -> None:
+    """Codes of heads before tokens, and of a fused array."""
+    arrays, scales, numbers = drawn(queries)
+    expected = exact(queries, numbers)
+    before = [np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2) for x in arrays]
+    fused = np.concatenate(arrays[1:], axis=-1)
+    for own in (before, [arrays[0], fused[..., :64], fused[..., 64:]]):
+        assert_near(cuflash.attention(*own, **scales), expected)
+
+
+@needs_compiler
+@pytest.mark.parametrize("paged", [False, True])
+def test_shared_memory_is_clean(queries: str, paged: bool) -> None:
+    """No race, nothing uninitialised, over several tiles of keys with every kind of hidden element."""
+    arrays, scales, numbers = drawn(queries, per="tensor", lengths=(150, 300))
+    given: dict[str, Any] = {"mask": RNG.random((150, 300)) < 0.7, "causal": True}
+    expected = exact(queries, numbers, **given)
+    if paged:
+        given |= {"block_table": np.arange(30, dtype=np.int32).reshape(2, 15), "kv_lengths": np.full(2, 300, np.int32)}
+        arrays[1:] = [x.reshape(30, 20, *x.shape[2:]) for x in arrays[1:]]
+    with hook.kernels_on(CpuDevice((9, 0), num_sms=2, check=Check.SHARED)):
+        assert_near(cuflash.attention(*arrays, **scales, **given), expected)
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", ["token", "page", "few queries", "block mask", "split_size", "out_dtype", "address"])
+def test_other_calls_take_other_kernels(case: str) -> None:
+    """What the kernel does not do is right all the same."""
+    arrays, scales, numbers = drawn("float16", per="token" if case == "token" else "tensor")
+    options: dict[str, Any] = {}
+    if case == "page":  # pages with scales of their own
+        options = {"block_table": np.arange(20, dtype=np.int32).reshape(2, 10), "kv_lengths": np.full(2, 200, np.int32)}
+        scale = np.repeat(np.array([1, 2], np.float32), 10)[:, None, None]
+        own = [numbers_of(x.reshape(20, 20, 2, 64), scale).reshape(x.shape) for x in arrays[1:]]
+        numbers = [numbers[0], *own]
+        arrays[1:] = [x.reshape(20, 20, 2, 64) for x in arrays[1:]]
+        scales = {"k_scale": scale, "v_scale": scale}
+    if case == "few queries":
+        arrays[0], numbers[0] = arrays[0][:, :64], numbers[0][:, :64]
+    if case == "split_size":
+        options = {"split_size": 64}
+    if case == "out_dtype":
+        options = {"out_dtype": "bfloat16"}
+    if case == "address":
+        odd = np.zeros((*arrays[1].shape[:-1], 65), np.uint8)
+        odd[..., 1:] = arrays[1]
+        arrays[1] = odd[..., 1:]
+    given: Any = dict(options)
+    if case == "block mask":
+        given["block_mask"] = cuflash.BlockMask.from_dense(RNG.random(LENGTHS) < 0.8)
+    forget_launches()
+    with hook.kernels_on(CpuDevice((9, 0), num_sms=3)):
+        out = cuflash.attention(*arrays, **scales, **given)
+    assert entries() & {sm80_fp8.ENTRY, sm80_fp8.PAGED_ENTRY}
+    assert ENTRY not in entries()
+    if case == "block mask":
+        options = {"mask": given["block_mask"].to_dense()}
+    kept = {name: x for name, x in options.items() if name in ("mask",)}
+    assert_near(out, exact("float16", numbers, **kept))
+
+
+@needs_nvrtc
+def test_they_compile_without_spills() -> None:
+    """Records such that every option and head dim occurs; in the whole tier all of bfloat16's."""
+    configs = [config for config, dtype in listing.kernels(sm90_listing.of_codes()) if dtype == "bfloat16"]
+    for config in configs if tiers.is_whole() else tiers.covering(configs, options_of):
+        assert_compiles_well(HOPPER, config)
+
+
+def test_which_problems_it_takes() -> None:
+    problem = AttentionProblem(2, 200, 300, 8, 2, 128, 128, "bfloat16", has_fp8_keys=True, out_dtype="bfloat16")
+    ((config, num_splits), *_) = sm90_codes.forward(problem, (), num_sms=8)
+    assert (config.entry, config.has_fp8, config.copies_rows, config.has_pages, num_splits) == (
+        ENTRY,
+        True,
+        True,
+        False,
+        1,
+    )
+    refused: dict[str, dict[str, Any]] = {
+        "few queries": {"seqlen_q": 64},
+        "splits of one size": {"split_size": 64},
+        "block_mask": {"block_mask": True},
+        "bfloat16 queries in float16": {"out_dtype": "float16"},
+        "FP8 keys": {"has_fp8_keys": False},
+    }
+    for reason, changes in refused.items():
+        assert reason in sm90_codes.obstacle(replace(problem, **changes))
+        assert not sm90_codes.forward(replace(problem, **changes), (), num_sms=8)
