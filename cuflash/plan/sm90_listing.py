@@ -136,8 +136,8 @@ def of_codes() -> Iterator[Pass]:
     flags_of_each = ((WINDOW,), *_ALONE.values(), tuple(flag for flag in KNOWN_TO_ALL if flag != BLOCK_MASK))
     ways: tuple[dict[str, Any], ...] = {}, _SMALL_PAGES
     for dims, dtype, pages, flags in product(HEAD_DIMS, HALF_DTYPES, ways, flags_of_each):
-        problem = problem_of(dtype, *dims, flags, has_fp8_keys=True, out_dtype=dtype, **pages)
-        problem = replace(problem, seqlen_q=_LONG, num_heads_q=_LARGE)
+        problem = problem_of(dtype, dims[0], dims[1], flags, has_fp8_keys=True, out_dtype=dtype)
+        problem = replace(problem, seqlen_q=_LONG, num_heads_q=_LARGE, **pages)
         launches = sm90_codes.forward(problem, (), num_sms=_FILLED)
         yield from passes_of([tuple(config for config, _ in launches)], dtype, others_serve=True)
 

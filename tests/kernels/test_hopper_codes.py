@@ -98,7 +98,9 @@ def test_options(queries: str, name: str) -> None:
     expected = exact(queries, numbers, **{x: value for x, value in options.items() if x != "num_splits"})
     for out_dtype in (queries, "float32"):
         given = np.full((2, LENGTHS[0], 4, 64), np.nan, np_dtype(out_dtype))
-        out, lse = cuflash.attention(*arrays, **scales, **options, out=given, out_dtype=out_dtype, return_lse=True)
+        out, lse = cuflash.attention(
+            *arrays, **(scales | options | {"out": given, "out_dtype": out_dtype}), return_lse=True
+        )
         assert_near(out, expected)
         np.testing.assert_allclose(lse, expected.lse, atol=2e-5)
 
@@ -145,10 +147,10 @@ def test_pages(queries: str, page_size: int, packed: bool) -> None:
 def test_packed_sequences(queries: str) -> None:
     arrays, scales, numbers = drawn(queries, per="tensor")
     edges_q, edges_k = np.array([0, 110, 150], np.int32), np.array([0, 130, 200], np.int32)
-    packed = [x[0] for x in arrays]
-    out = cuflash.attention_varlen(
-        *packed, edges_q, edges_k, causal=True, k_scale=scales["k_scale"][0], v_scale=scales["v_scale"][0]
-    )
+    packed: Any = [x[0] for x in arrays]
+    packed += [edges_q, edges_k]
+    own_scales: Any = {name: x[0] for name, x in scales.items()}
+    out = cuflash.attention_varlen(*packed, **own_scales, causal=True)
     for sequence in (0, 1):
         rows, keys = (slice(*edges[sequence : sequence + 2]) for edges in (edges_q, edges_k))
         own = [numbers[0][:1, rows], numbers[1][:1, keys], numbers[2][:1, keys]]
@@ -179,14 +181,14 @@ def test_unused_places_never_matter(queries: str) -> None:
         "kv_lengths": np.array([140, 0], np.int32),
         "mask": mask,
     }
-    expected = cuflash.attention(*arrays, **scales, **options, return_lse=True)
+    expected = cuflash.attention(*arrays, **(scales | options), return_lse=True)
     assert_near(expected[0], exact(queries, numbers, **options))
     arrays[0][1, 11:] = np.nan
     for x, name in ((arrays[1], "k_scale"), (arrays[2], "v_scale")):
         x[0, 140:] = x[1] = x[:, 33] = 0xFF
         scales[name] = scales[name].copy()
         scales[name][1] = np.nan  # the scale of a sequence without keys
-    for x, y in zip(cuflash.attention(*arrays, **scales, **options, return_lse=True), expected, strict=True):
+    for x, y in zip(cuflash.attention(*arrays, **(scales | options), return_lse=True), expected, strict=True):
         np.testing.assert_array_equal(x, y)
 
 
@@ -237,7 +239,7 @@ def test_shared_memory_is_clean(queries: str, paged: bool) -> None:
         given |= {"block_table": np.arange(30, dtype=np.int32).reshape(2, 15), "kv_lengths": np.full(2, 300, np.int32)}
         arrays[1:] = [x.reshape(30, 20, *x.shape[2:]) for x in arrays[1:]]
     with hook.kernels_on(CpuDevice((9, 0), num_sms=2, check=Check.SHARED)):
-        assert_near(cuflash.attention(*arrays, **scales, **given), expected)
+        assert_near(cuflash.attention(*arrays, **(scales | given)), expected)
 
 
 @needs_compiler
@@ -268,7 +270,7 @@ def test_other_calls_take_other_kernels(case: str) -> None:
         given["block_mask"] = cuflash.BlockMask.from_dense(RNG.random(LENGTHS) < 0.8)
     forget_launches()
     with hook.kernels_on(CpuDevice((9, 0), num_sms=3)):
-        out = cuflash.attention(*arrays, **scales, **given)
+        out = cuflash.attention(*arrays, **(scales | given))
     assert entries() & {sm80_fp8.ENTRY, sm80_fp8.PAGED_ENTRY}
     assert ENTRY not in entries()
     if case == "block mask":
