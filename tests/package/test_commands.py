@@ -231,7 +231,7 @@ def test_info_names_the_kernels_of_an_architecture(capsys: pytest.CaptureFixture
     unaligned = of("--strides", "unaligned")
     assert "mma.sync" in unaligned["forward on sm_90a"] and "mma.sync" in unaligned["backward on sm_90a"]
     assert "gradient of a bias on sm_80" in of("--bias")
-    assert of("--deterministic") != plain == of("--sink", "--packed")
+    assert of("--deterministic") != plain == of("--sink")
     float32 = {
         name: kernels_of(capsys, "--arch", "sm_90a", *given)["forward on sm_90a"]
         for name, given in {"exact": (), "tf32": ("--precision", "tf32")}.items()

@@ -74,6 +74,44 @@ def test_info_predicts_what_hopper_compares(capsys: pytest.CaptureFixture[str]) 
     assert weights[0] == 1 and max(weights) > 1.5
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        "--head-dim 128 --heads 16 --seqlen 2048 --causal",
+        "--head-dim 128 --heads 16 --seqlen 2048 --bias",
+        "--seqlen 1 --seqlen-k 30000 --heads 8 --heads-kv 2",
+        "--batch 64 --heads 4 --seqlen 100 --softcap --deterministic",
+        "--dtype float32 --mask --block-mask",
+    ],
+)
+def test_info_says_one_thing_in_both_places(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The sentence on a pass names the kernels that the list of candidates says to run."""
+    arguments = ["--dtype", "bfloat16", *given.split()]
+    for arch in ("sm_75", "sm_80", "sm_90a", "sm_120"):
+        assert main(["info", "--json", *arguments, "--arch", arch]) == 0
+        found = json.loads(capsys.readouterr().out)
+        for direction in ("forward", "backward"):
+            words = found["kernels"][f"{direction} on {arch}"] + found["kernels"].get(
+                f"gradient of a bias on {arch}", ""
+            )
+            own = [x for x in found["candidates"][arch] if x["direction"] == direction and x["chosen"]]
+            assert own and all(f"{kernel['entry']} {kernel['tile']}" in words for x in own for kernel in x["kernels"])
+    assert main(["info", "--json", *arguments]) == 0
+    found = json.loads(capsys.readouterr().out)
+    if "float32" not in given:
+        (own,) = (x for x in found["candidates"]["sm_90a"] if x["direction"] == "forward" and x["chosen"])
+        assert f"tiles of {own['kernels'][0]['tile']}," in found["kernels"]["forward on Hopper"]
+
+
+def test_info_says_causal_and_window_as_they_were_given(capsys: pytest.CaptureFixture[str]) -> None:
+    for given, other in (("causal", "window"), ("window", "causal")):
+        for arch in ([], ["--arch", "sm_75", "sm_80", "sm_90a"]):
+            for dtype in ("float16", "float32", "float64"):
+                assert main(["info", "--json", "--dtype", dtype, f"--{given}", *arch]) == 0
+                words = " ".join(json.loads(capsys.readouterr().out)["kernels"].values())
+                assert given in words and other not in words
+
+
 def test_info_tells_candidates_apart_and_what_is_not_known(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info", "--dtype", "float16", "--seqlen", "512", "--arch", "sm_80"]) == 0
     title, *rows = capsys.readouterr().out.partition("candidates for ")[2].splitlines()
