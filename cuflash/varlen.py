@@ -85,8 +85,10 @@ def attention_varlen(
     k : array (total_k, num_heads_kv, head_dim)
     v : array (total_k, num_heads_kv, head_dim_v)
     cu_seqlens_q, cu_seqlens_k : int32 array (batch + 1,)
-        Sequence b has the rows ``cu_seqlens[b]`` to ``cu_seqlens[b + 1] - 1``; rows beyond the last are padding.
-        On q's device; never read by the host.
+        Sequence b has the rows ``cu_seqlens[b]`` to ``cu_seqlens[b + 1] - 1``; rows before the first and beyond the
+        last are padding. On q's device, and never read by the host: there each value is clamped to 0 and the number of
+        rows, and a sequence that ends before it begins has no rows. Where values descend, what comes out for rows that
+        several sequences have is not defined.
         With `block_table`, of which k and v are the pools, cu_seqlens_k is None.
     out, return_lse, **options
         As in `attention`. bias, mask and block_mask are indexed (batch, num_heads_q, i, j) local to each sequence and

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from cuflash import hints, interop
 from cuflash.masks.algebra import combine, everything, is_same
-from cuflash.masks.checks import adopt_bools, bools_of_rule, check_block_size, check_count, check_rule
+from cuflash.masks.checks import adopt_bools, bools_of_rule, check_block_size, check_count, check_order, check_rule
 from cuflash.masks.on_device import GetKernel, OnDevice, pack_on_device
 from cuflash.masks.patterns import Patterns
 from cuflash.masks.picture import draw
@@ -162,8 +162,8 @@ class BlockMask(PreparedMask, Patterns):
         function: MaskFunction,
         seqlen_q: int,
         seqlen_k: int,
-        batch: int = 1,
-        heads: int = 1,
+        batch: int | None = 1,
+        heads: int | None = 1,
         block_size: tuple[int, int] = (128, 128),
     ) -> BlockMask:
         """The mask of a rule ``function(b, h, i, j)``.
@@ -177,7 +177,8 @@ class BlockMask(PreparedMask, Patterns):
         seqlen_q, seqlen_k : int
             Lengths of the sequences.
         batch, heads : int
-            For how many batch entries and heads to ask the function; 1 serves all of a call.
+            For how many batch entries and heads to ask the function; 1, or None, serves all of a call. Lengths come
+            first here; FlexAttention's ``create_block_mask`` has the order B, H, Q_LEN, KV_LEN.
         block_size : (int, int)
             Rows and columns of a block; changes no element.
 
@@ -196,7 +197,9 @@ class BlockMask(PreparedMask, Patterns):
         0.25
         """
         check_rule(function)
+        check_order(seqlen_q, seqlen_k)
         seqlen_q, seqlen_k = check_count("seqlen_q", seqlen_q), check_count("seqlen_k", seqlen_k)
+        batch, heads = 1 if batch is None else batch, 1 if heads is None else heads
         shape = check_count("batch", batch), check_count("heads", heads, 1), seqlen_q, seqlen_k
         block_size = check_block_size(block_size)
 
@@ -207,7 +210,7 @@ class BlockMask(PreparedMask, Patterns):
                 i = np.arange(top, min(top + CANONICAL, last))[:, None]
                 for left in range(0, seqlen_k, step):
                     j = np.arange(left, min(left + step, seqlen_k))[None, :]
-                    visible = bools_of_rule(function(np.int64(b), np.int64(h), i, j), (i.shape[0], j.shape[1]))
+                    visible = bools_of_rule(function, (np.int64(b), np.int64(h), i, j), (i.shape[0], j.shape[1]))
                     columns = slice(left // CANONICAL, num_blocks(left + j.shape[1]))
                     words[top - first : top - first + len(i), columns] = words_from_bools(visible)
             return words
@@ -355,6 +358,13 @@ class BlockMask(PreparedMask, Patterns):
         raise TypeError("-: expected &, |, ^ or ~, the operators of BlockMask; what a sees and b hides is a & ~b")
 
     __rsub__ = __sub__
+
+    def __bool__(self) -> bool:
+        """Refused: a mask has many elements, as in NumPy."""
+        raise TypeError(
+            "bool: expected &, | or ~ to combine masks, as `and`, `or`, `not` and `if` ask for one truth value; a mask "
+            "that sees nothing has density 0, and `mask is not None` tells whether there is one"
+        )
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, BlockMask):

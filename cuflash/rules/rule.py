@@ -161,6 +161,11 @@ def _result(name: str, function: Any, result: Any, accum: str) -> Node:
         raise RuleError(f"{name}: expected {what}, got {type(result).__name__}{where}") from None
     found = as_node(value, accum)
     if name == "score_mod":
+        if found.dtype == "bool":
+            raise RuleError(
+                f"{name}: expected {what}, got bool{where}: a condition, whether query i may see key j, belongs into "
+                "mask_mod, which is given (b, h, i, j, *operands)"
+            )
         return cast(found, accum)
     if found.dtype != "bool":
         raise RuleError(f"{name}: expected {what}, got {found.dtype}{where}")
