@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if not os.path.isdir(os.path.join(__path__[0], "cuda_src")):
     __path__.append(os.path.dirname(__path__[0]))
 
-from cuflash import forks
+from cuflash import forks, hints
 from cuflash.attention import (
     attention,
     attention_backward,
@@ -62,7 +62,7 @@ _SUBPACKAGES = {
 def __getattr__(name: str) -> Any:
     """Import what is first asked for now: together it would take longer than all that every program needs."""
     if name not in (*_SUBPACKAGES, "BlockMask", "PagedCache", "append_kv", "hadamard", "quantize_fp8"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise hints.no_attribute(f"module {__name__!r}", name, hints.FUNCTIONS)
     found: Any
     with forks.LOCK:  # a child cannot end an import that another thread of its parent began
         if name in _SUBPACKAGES:

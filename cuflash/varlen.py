@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from cuflash.frontend.run import backward_from, forward, show_options, vjp
+from cuflash.hints import MISSING, wrong_options_call
 from cuflash.typing import AnyArray, ArrayT, Backward
 
 if TYPE_CHECKING:
@@ -66,12 +67,12 @@ def attention_varlen(
     **options: Unpack[OptionKeywords],
 ) -> ArrayT | tuple[ArrayT, ArrayT]: ...
 def attention_varlen(
-    q: ArrayT,
-    k: AnyArray,
-    v: AnyArray,
-    cu_seqlens_q: AnyArray,
-    cu_seqlens_k: AnyArray | None,
-    *,
+    q: ArrayT = MISSING,
+    k: AnyArray = MISSING,
+    v: AnyArray = MISSING,
+    cu_seqlens_q: AnyArray = MISSING,
+    cu_seqlens_k: AnyArray | None = MISSING,
+    *others: Any,
     out: ArrayT | None = None,
     return_lse: bool = False,
     **options: Unpack[OptionKeywords],
@@ -113,6 +114,8 @@ def attention_varlen(
     >>> cuflash.attention_varlen(q, q, q, cu_seqlens, cu_seqlens, causal=True).shape
     (7, 2, 8)
     """
+    if others or q is MISSING or k is MISSING or v is MISSING or cu_seqlens_q is MISSING or cu_seqlens_k is MISSING:
+        raise wrong_options_call(attention_varlen, (q, k, v, cu_seqlens_q, cu_seqlens_k, *others), options)
     return forward((q, k, v, cu_seqlens_q, cu_seqlens_k), options, out, return_lse)
 
 
@@ -149,15 +152,15 @@ def attention_varlen_backward(
     **options: Unpack[OptionKeywords],
 ) -> tuple[ArrayT | None, ...]: ...
 def attention_varlen_backward(
-    dout: ArrayT,
-    q: ArrayT,
-    k: AnyArray,
-    v: AnyArray,
-    forward_out: ArrayT,
-    lse: AnyArray,
-    cu_seqlens_q: AnyArray,
-    cu_seqlens_k: AnyArray | None,
-    *,
+    dout: ArrayT = MISSING,
+    q: ArrayT = MISSING,
+    k: AnyArray = MISSING,
+    v: AnyArray = MISSING,
+    forward_out: ArrayT = MISSING,
+    lse: AnyArray = MISSING,
+    cu_seqlens_q: AnyArray = MISSING,
+    cu_seqlens_k: AnyArray | None = MISSING,
+    *others: Any,
     dlse: AnyArray | None = None,
     out: Sequence[AnyArray | None] | None = None,
     grads: Sequence[str] | None = None,
@@ -193,6 +196,20 @@ def attention_varlen_backward(
     >>> dq.shape
     (7, 2, 8)
     """
+    if (
+        others
+        or dout is MISSING
+        or q is MISSING
+        or k is MISSING
+        or v is MISSING
+        or forward_out is MISSING
+        or lse is MISSING
+        or cu_seqlens_q is MISSING
+        or cu_seqlens_k is MISSING
+    ):
+        raise wrong_options_call(
+            attention_varlen_backward, (dout, q, k, v, forward_out, lse, cu_seqlens_q, cu_seqlens_k, *others), options
+        )
     inputs = (q, k, v, cu_seqlens_q, cu_seqlens_k)
     return backward_from((dout, forward_out, lse, dlse), inputs, options, out, grads)
 
@@ -246,12 +263,12 @@ def attention_varlen_vjp(
     **options: Unpack[OptionKeywords],
 ) -> tuple[ArrayT | tuple[ArrayT, ArrayT], Backward[ArrayT]]: ...
 def attention_varlen_vjp(
-    q: ArrayT,
-    k: AnyArray,
-    v: AnyArray,
-    cu_seqlens_q: AnyArray,
-    cu_seqlens_k: AnyArray | None,
-    *,
+    q: ArrayT = MISSING,
+    k: AnyArray = MISSING,
+    v: AnyArray = MISSING,
+    cu_seqlens_q: AnyArray = MISSING,
+    cu_seqlens_k: AnyArray | None = MISSING,
+    *others: Any,
     out: ArrayT | None = None,
     return_lse: bool = False,
     **options: Unpack[OptionKeywords],
@@ -282,6 +299,8 @@ def attention_varlen_vjp(
     >>> dk.shape
     (7, 2, 8)
     """
+    if others or q is MISSING or k is MISSING or v is MISSING or cu_seqlens_q is MISSING or cu_seqlens_k is MISSING:
+        raise wrong_options_call(attention_varlen_vjp, (q, k, v, cu_seqlens_q, cu_seqlens_k, *others), options)
     return vjp((q, k, v, cu_seqlens_q, cu_seqlens_k), options, out, return_lse)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
-from cuflash import interop
+from cuflash import hints, interop
 from cuflash.distributed.call import Call, Scheme
 from cuflash.distributed.communicators import Communicator
 from cuflash.distributed.dealing import Arrays, Dealing
@@ -63,6 +63,7 @@ def ulysses_attention(
     return_lse: bool,
     **options: Unpack[OptionKeywords],
 ) -> ArrayT | tuple[ArrayT, ArrayT]: ...
+@hints.with_hints(hints.OPTIONS)
 def ulysses_attention(
     q: ArrayT,
     k: ArrayT,
@@ -127,6 +128,7 @@ def ulysses_attention_backward(
     grads: Sequence[str],
     **options: Unpack[OptionKeywords],
 ) -> tuple[ArrayT | None, ...]: ...
+@hints.with_hints(hints.OPTIONS)
 def ulysses_attention_backward(
     dout: ArrayT,
     q: ArrayT,
@@ -199,6 +201,7 @@ def ulysses_attention_vjp(
     return_lse: bool,
     **options: Unpack[OptionKeywords],
 ) -> tuple[ArrayT | tuple[ArrayT, ArrayT], RankBackward[ArrayT]]: ...
+@hints.with_hints(hints.OPTIONS)
 def ulysses_attention_vjp(
     q: ArrayT,
     k: ArrayT,

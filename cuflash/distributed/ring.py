@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
+from cuflash import hints
 from cuflash.distributed import grid
 from cuflash.distributed.call import Call, Scheme
 from cuflash.distributed.communicators import Communicator
@@ -67,6 +68,7 @@ def ring_attention(
     return_lse: bool,
     **options: Unpack[OptionKeywords],
 ) -> ArrayT | tuple[ArrayT, ArrayT]: ...
+@hints.with_hints(hints.OPTIONS)
 def ring_attention(
     q: ArrayT,
     k: ArrayT,
@@ -156,6 +158,7 @@ def ring_attention_backward(
     grads: Sequence[str],
     **options: Unpack[OptionKeywords],
 ) -> tuple[ArrayT | None, ...]: ...
+@hints.with_hints(hints.OPTIONS)
 def ring_attention_backward(
     dout: ArrayT,
     q: ArrayT,
@@ -237,6 +240,7 @@ def ring_attention_vjp(
     return_lse: bool,
     **options: Unpack[OptionKeywords],
 ) -> tuple[ArrayT | tuple[ArrayT, ArrayT], RankBackward[ArrayT]]: ...
+@hints.with_hints(hints.OPTIONS)
 def ring_attention_vjp(
     q: ArrayT,
     k: ArrayT,

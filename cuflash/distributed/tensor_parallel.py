@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cuflash import interop
+from cuflash import hints, interop
 from cuflash.distributed.agreement import Described, agree, check_options, describe, telling
 from cuflash.distributed.block_sums import BlockSums
 from cuflash.distributed.call import adopt
@@ -46,6 +46,7 @@ LEAST_ROWS = 1024
 _ROWS_OF_TILES = 128
 
 
+@hints.with_hints(hints.OPTIONS)
 def attention_allreduce(
     q: ArrayT,
     k: ArrayT,
@@ -92,6 +93,7 @@ def attention_allreduce(
     return y
 
 
+@hints.with_hints(hints.OPTIONS)
 def attention_allreduce_vjp(
     q: ArrayT,
     k: ArrayT,
@@ -128,6 +130,7 @@ def attention_allreduce_vjp(
         """Return the gradients of this rank's inputs."""
         return _backward(residuals, dy)
 
+    backward.__qualname__ = "backward"  # as messages of Python call it
     return y, backward
 
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from cuflash import hints, interop
 from cuflash.masks.algebra import combine, everything, is_same
 from cuflash.masks.checks import adopt_bools, bools_of_rule, check_block_size, check_count, check_order, check_rule
+from cuflash.masks.names import OfMasks, names_for_users
 from cuflash.masks.on_device import GetKernel, OnDevice, pack_on_device
 from cuflash.masks.patterns import Patterns
 from cuflash.masks.picture import draw
@@ -38,7 +39,7 @@ MaskFunction = Callable[[np.int64, np.int64, NDArray[np.int64], NDArray[np.int64
 FUNCTION_ELEMENTS = 1 << 17
 
 
-class BlockMask(PreparedMask, Patterns):
+class BlockMask(PreparedMask, Patterns, metaclass=OfMasks):
     """A mask of shape (batch or 1, heads or 1, seqlen_q, seqlen_k) for the option `block_mask`.
 
     It is exact to the element, combines with every other option by AND, and costs time only for the blocks that hold a
@@ -376,9 +377,7 @@ class BlockMask(PreparedMask, Patterns):
 
     def __dir__(self) -> list[str]:
         """The names for users, and Python's own; those for backends are left out."""
-        internal = vars(PreparedMask).keys() | {"serial"}
-        names = [name for name in super().__dir__() if name not in internal and not name.startswith("_")]
-        return names + [name for name in super().__dir__() if name.startswith("__")]
+        return names_for_users(super().__dir__())
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles are masks of their own, prepared on no device."""
