@@ -277,11 +277,10 @@ def show_signature(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def required_of(function: Callable[..., object]) -> list[inspect.Parameter]:
-    """Return a function's parameters as its users see them, those by ``*others`` and ``**others`` left out."""
-    named = [
-        x for x in inspect.signature(function).parameters.values() if x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)
-    ]
-    return [x.replace(default=x.empty) if x.default is MISSING else x for x in named]
+    """Return a function's parameters as its users see them, without what it takes only to refuse it."""
+    every = inspect.signature(function).parameters.values()
+    shown = [x for x in every if x.kind is not x.VAR_POSITIONAL and (x.kind is not x.VAR_KEYWORD or x.name != _OTHERS)]
+    return [x.replace(default=x.empty) if x.default is MISSING else x for x in shown]
 
 
 def wrong_options_call(

@@ -100,6 +100,10 @@ def test_a_call_that_does_not_fit(name: str) -> None:
         call()
 
 
+def test_the_signature_of_attend_has_options() -> None:
+    assert list(inspect.signature(type(step()).attend).parameters) == ["self", "layer", "q", "share", "options"]
+
+
 FUNCTIONS = (
     *(f"attention{form}" for form in ("", "_vjp", "_backward", "_varlen", "_varlen_vjp", "_varlen_backward")),
     *("append_kv", "merge", "merge_backward", "quantize_fp8"),
