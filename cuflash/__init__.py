@@ -1,4 +1,19 @@
-"""Exact attention, forward and backward, on CuPy and NumPy arrays and on those of every library that speaks DLPack."""
+"""Exact attention, forward and backward, on CuPy and NumPy arrays and on those of every library that speaks DLPack.
+
+- `attention`, `attention_vjp` (with the function for its gradients), `attention_backward`; `attention_varlen` and so on
+  for packed sequences. All options are described in ``help(cuflash.attention)``.
+- `BlockMask` says which keys are seen, `merge` joins attentions over disjoint keys.
+- `PagedCache` and `append_kv` keep keys and values for generating; `quantize_fp8` halves their memory.
+- `cuflash.adapters` has attention inside PyTorch, JAX, HIPS autograd, MyGrad and Thinc.
+- `cuflash.distributed` spreads a sequence over GPUs, `cuflash.offload` takes keys from host memory.
+
+>>> import numpy as np, cuflash
+>>> q = k = v = np.ones((2, 6, 4, 8), np.float32)  # (batch, seqlen, num_heads, head_dim)
+>>> out, backward = cuflash.attention_vjp(q, k, v, causal=True)
+>>> dq, dk, dv = backward(np.ones_like(out))
+
+``python -m cuflash info`` says what is installed, and what is missing.
+"""
 
 import os
 from importlib import import_module

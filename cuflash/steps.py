@@ -163,6 +163,15 @@ class Step:
             As `append_kv`, and for a layer or a number of rows that is not the step's.
         RuntimeError
             Where rows are written in host memory while the current stream is captured.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> cache = cuflash.PagedCache(1, 8, 4, num_heads_kv=2, head_dim=8, dtype="float32", xp=np)
+        >>> step = cache.step([cache.add()], 3)  # a prompt of three tokens
+        >>> q = k = v = np.ones((1, 3, 2, 8), np.float32)
+        >>> step.append(0, q, k, v).shape  # q, which rotary= would have rotated
+        (1, 3, 2, 8)
         """
         if others or rest or layer is MISSING or q is MISSING or k is MISSING or v is MISSING:
             raise hints.wrong_append(Step.append, (self, layer, q, k, v, *rest), others)
@@ -247,6 +256,15 @@ class Step:
             pages of a cache with `host_pages`.
         RuntimeError
             Where queries see host pages while the current stream is captured.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> cache = cuflash.PagedCache(1, 8, 4, num_heads_kv=2, head_dim=8, dtype="float32", xp=np)
+        >>> step = cache.step([cache.add()], 3)
+        >>> q = np.ones((1, 3, 2, 8), np.float32)
+        >>> step.attend(0, step.append(0, q, q, q), window=(1, 0)).shape
+        (1, 3, 2, 8)
         """
         if rest or layer is MISSING or q is MISSING:
             raise hints.wrong_options_call(Step.attend, (self, layer, q, *rest), options)

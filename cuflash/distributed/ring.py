@@ -120,6 +120,18 @@ def ring_attention(
         For options that index the whole score matrix: bias, mask, q_lengths, kv_lengths, block_mask, block_table.
     TimeoutError
         Where another rank does not come within the communicator's time limit.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> from concurrent.futures import ThreadPoolExecutor
+    >>> q = np.ones((1, 8, 2, 8), np.float32)
+    >>> def rank(comm):
+    ...     part = cuflash.distributed.shard(q, comm)
+    ...     return cuflash.distributed.ring_attention(part, part, part, comm, causal=True).shape
+    >>> with ThreadPoolExecutor(2) as pool:
+    ...     list(pool.map(rank, cuflash.distributed.threads(2)))
+    [(1, 4, 2, 8), (1, 4, 2, 8)]
     """
     return RING.attention(q, k, v, comm, order, cu_seqlens, return_lse, options, heads)
 
@@ -196,6 +208,20 @@ def ring_attention_backward(
     ------
     TypeError, ValueError, NotImplementedError, TimeoutError
         As `ring_attention`.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> from concurrent.futures import ThreadPoolExecutor
+    >>> q = np.ones((1, 8, 2, 8), np.float32)
+    >>> def rank(comm):
+    ...     x = cuflash.distributed.shard(q, comm)
+    ...     out, lse = cuflash.distributed.ring_attention(x, x, x, comm, causal=True, return_lse=True)
+    ...     dq, dk, dv = cuflash.distributed.ring_attention_backward(out, x, x, x, out, lse, comm, causal=True)
+    ...     return dk.shape
+    >>> with ThreadPoolExecutor(2) as pool:
+    ...     list(pool.map(rank, cuflash.distributed.threads(2)))
+    [(1, 4, 2, 8), (1, 4, 2, 8)]
     """
     arrays = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse, "dlse": dlse}
     return RING.gradients(arrays, comm, order, cu_seqlens, grads, options, heads)

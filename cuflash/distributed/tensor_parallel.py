@@ -88,6 +88,20 @@ def attention_allreduce(
         For bias, mask, q_lengths, kv_lengths and block_mask.
     TimeoutError
         Where another rank does not come within the communicator's time limit.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> from concurrent.futures import ThreadPoolExecutor
+    >>> q = np.ones((1, 8, 2, 8), np.float32)
+    >>> w_out = np.ones((2, 8, 5), np.float32)
+    >>> def rank(comm):
+    ...     own = slice(comm.rank, comm.rank + 1)  # one of the two heads
+    ...     x = q[:, :, own]
+    ...     return cuflash.distributed.attention_allreduce(x, x, x, w_out[own], comm).shape
+    >>> with ThreadPoolExecutor(2) as pool:
+    ...     list(pool.map(rank, cuflash.distributed.threads(2)))
+    [(1, 8, 5), (1, 8, 5)]
     """
     y, _ = _forward("attention_allreduce", (q, k, v, w_out), comm, cu_seqlens, options)
     return y
@@ -123,6 +137,22 @@ def attention_allreduce_vjp(
     ------
     TypeError, ValueError, NotImplementedError, TimeoutError
         As `attention_allreduce`.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> from concurrent.futures import ThreadPoolExecutor
+    >>> q = np.ones((1, 8, 2, 8), np.float32)
+    >>> w_out = np.ones((2, 8, 5), np.float32)
+    >>> def rank(comm):
+    ...     own = slice(comm.rank, comm.rank + 1)  # one of the two heads
+    ...     x = q[:, :, own]
+    ...     y, backward = cuflash.distributed.attention_allreduce_vjp(x, x, x, w_out[own], comm)
+    ...     dq, dk, dv, dw_out = backward(y)
+    ...     return dw_out.shape
+    >>> with ThreadPoolExecutor(2) as pool:
+    ...     list(pool.map(rank, cuflash.distributed.threads(2)))
+    [(1, 8, 5), (1, 8, 5)]
     """
     y, residuals = _forward(_VJP, (q, k, v, w_out), comm, cu_seqlens, options)
 

@@ -116,6 +116,12 @@ class BlockMask(PreparedMask, Patterns, metaclass=OfMasks):
             If `mask` is no bool array.
         ValueError
             If it has another number of axes, or for a block size below 1.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> cuflash.BlockMask.from_dense(np.tri(6, dtype=bool)).shape
+        (1, 1, 6, 6)
         """
         block_size = check_block_size(block_size)
         library, cells = adopt_bools("mask", mask)
@@ -144,6 +150,13 @@ class BlockMask(PreparedMask, Patterns, metaclass=OfMasks):
             If `blocks` is no bool array, or a size no integer.
         ValueError
             If the number of blocks does not fit the lengths.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> blocks = np.array([[True, False], [True, True]])
+        >>> cuflash.BlockMask.from_blocks(blocks, 256, 256).density
+        0.75
         """
         block_size = check_block_size(block_size)
         seqlen_q, seqlen_k = check_count("seqlen_q", seqlen_q), check_count("seqlen_k", seqlen_k)
@@ -192,8 +205,9 @@ class BlockMask(PreparedMask, Patterns, metaclass=OfMasks):
 
         Examples
         --------
+        >>> import numpy as np, cuflash
         >>> document = np.repeat(np.arange(4), 256)
-        >>> bm = BlockMask.from_function(lambda b, h, i, j: document[i] == document[j], 1024, 1024)
+        >>> bm = cuflash.BlockMask.from_function(lambda b, h, i, j: document[i] == document[j], 1024, 1024)
         >>> bm.density
         0.25
         """
@@ -265,7 +279,14 @@ class BlockMask(PreparedMask, Patterns, metaclass=OfMasks):
         return self._density
 
     def to_dense(self) -> Array:
-        """The bool array of `shape`, of the library and on the device of the array that the mask was made from."""
+        """The bool array of `shape`, of the library and on the device of the array that the mask was made from.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> cuflash.BlockMask.sliding_window(3, 3, left=1, right=0).to_dense()[0, 0].tolist()
+        [[True, False, False], [True, True, False], [False, True, True]]
+        """
         if self._home == HOST:
             dense = to_dense(np, self._store.slots, self._store.bits, self.shape)
         else:
@@ -302,7 +323,8 @@ class BlockMask(PreparedMask, Patterns, metaclass=OfMasks):
 
         Examples
         --------
-        >>> print(BlockMask.sliding_window(6, 12, left=2, right=0).draw())
+        >>> import cuflash
+        >>> print(cuflash.BlockMask.sliding_window(6, 12, left=2, right=0).draw())
         6 queries (down) x 12 keys (across), 1 x 1 elements a character: . none, # all
         ....###.....
         .....###....
