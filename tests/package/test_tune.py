@@ -21,7 +21,7 @@ from cuflash.cuda import refusals
 from cuflash.gpu.ahead import Rehearsal
 from cuflash.gpu.kernels import source_of
 from cuflash.hardware import smem_limit
-from cuflash.tools import candidates, problems, tune
+from cuflash.tools import candidates, info, problems, tune
 from cuflash.tools.bench import clock as clocks
 
 COMPILER = "sm_80, NVRTC 1.2, driver 3"
@@ -194,7 +194,7 @@ def reports(monkeypatch: pytest.MonkeyPatch, *, spilling: str = "") -> list[str]
         return SimpleNamespace(registers=96, local_bytes=40 * spills, seconds=0.5)
 
     monkeypatch.setattr(cuda_compile, "compile_for", compile_for)
-    monkeypatch.setattr(tune, "missing", lambda: {})
+    monkeypatch.setattr(tune, "compiler_lacking", lambda command: "")
     monkeypatch.setattr(tune, "_nvrtc", lambda: "1.2")
     monkeypatch.setattr(tune, "unknown_architectures", lambda names: "")
     return compiled
@@ -399,7 +399,8 @@ def test_tune_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.setattr(candidates, "device_here", lambda: CpuDevice((8, 0)))
     assert main(["tune", "--arch", "sm_90a"]) == 2
     assert "expected sm_80, the GPU here, got sm_90a" in capsys.readouterr().err
-    monkeypatch.setattr(tune, "missing", lambda: {"NVRTC": "kernels are compiled by it"})
+    monkeypatch.undo()
+    monkeypatch.setattr(info, "missing", lambda: {"NVRTC": "kernels are compiled by it"})
     assert main(["tune", "--compile-only"]) == 2
     assert capsys.readouterr().err == "cuflash tune needs NVRTC: kernels are compiled by it\n"
 
