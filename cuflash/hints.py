@@ -1,7 +1,7 @@
-"""The TypeError for a keyword of another library says what that is called here.
+"""Errors for calls in the way of another library say what is expected here, and what its names are called.
 
-So does that for a call that lacks arguments or has too many by position. A good call pays for it by one frame
-(`with_hints`), or by looking at its arguments where it takes few microseconds (`MISSING`).
+A good call pays for that by one frame (`with_hints`), or by looking at its arguments where it takes few microseconds
+(`MISSING`).
 """
 
 from __future__ import annotations
@@ -324,7 +324,6 @@ def wrong_call(
     are_options = takes_any or "causal" in by_name
     others = "options, such as causal= and softmax_scale=" if are_options else ", ".join(by_name)
     rest = f", and by name {others}" if others else ""
-    lengths = args[len(by_place) :]
-    are_maxima = "cu_seqlens_q" in by_place and not any(isinstance(x, bool) or hasattr(x, "shape") for x in lengths)
-    hint = "; no maximal lengths are needed" if are_maxima and all(isinstance(x, int) for x in lengths) else ""
+    are_numbers = all(isinstance(x, int) and not isinstance(x, bool) for x in args[len(by_place) :])
+    hint = "; no maximal lengths are needed" if "cu_seqlens_q" in by_place and are_numbers else ""
     return TypeError(f"{name}: expected by position ({', '.join(by_place)}){rest}, got {len(args)} by position{hint}")
