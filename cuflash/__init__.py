@@ -1,4 +1,19 @@
-"""Exact attention, forward and backward, on CuPy and NumPy arrays and on those of every library that speaks DLPack."""
+"""Exact attention, forward and backward, on CuPy and NumPy arrays and on those of every library that speaks DLPack.
+
+- `attention`, `attention_vjp` (with the function for its gradients), `attention_backward`; `attention_varlen` and so on
+  for packed sequences. All options are described in ``help(cuflash.attention)``.
+- `BlockMask` says which keys are seen, `merge` joins attentions over disjoint keys.
+- `PagedCache` and `append_kv` keep keys and values for generating; `quantize_fp8` halves their memory.
+- `cuflash.adapters` has attention inside PyTorch, JAX, HIPS autograd, MyGrad and Thinc.
+- `cuflash.distributed` spreads a sequence over GPUs, `cuflash.offload` takes keys from host memory.
+
+>>> import numpy as np, cuflash
+>>> q = k = v = np.ones((2, 6, 4, 8), np.float32)  # (batch, seqlen, num_heads, head_dim)
+>>> out, backward = cuflash.attention_vjp(q, k, v, causal=True)
+>>> dq, dk, dv = backward(np.ones_like(out))
+
+``python -m cuflash info`` says what is installed, and what is missing.
+"""
 
 import os
 from importlib import import_module
@@ -8,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 if not os.path.isdir(os.path.join(__path__[0], "cuda_src")):
     __path__.append(os.path.dirname(__path__[0]))
 
-from cuflash import forks
+from cuflash import forks, hints
 from cuflash.attention import (
     attention,
     attention_backward,
@@ -62,7 +77,7 @@ _SUBPACKAGES = {
 def __getattr__(name: str) -> Any:
     """Import what is first asked for now: together it would take longer than all that every program needs."""
     if name not in (*_SUBPACKAGES, "BlockMask", "PagedCache", "append_kv", "hadamard", "quantize_fp8"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise hints.no_attribute(f"module {__name__!r}", name, hints.FUNCTIONS)
     found: Any
     with forks.LOCK:  # a child cannot end an import that another thread of its parent began
         if name in _SUBPACKAGES:

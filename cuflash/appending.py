@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from cuflash import hints
 from cuflash.frontend.append import append
+from cuflash.hints import MISSING
 from cuflash.problem.checks import check_bool
 from cuflash.typing import AnyArray, ArrayT
 
@@ -45,14 +46,14 @@ def append_kv(
     k_scale: AnyArray | None = None,
     v_scale: AnyArray | None = None,
 ) -> ArrayT: ...
-@hints.without_others
+@hints.show_signature
 def append_kv(
-    k: AnyArray,
-    v: AnyArray,
-    k_cache: AnyArray,
-    v_cache: AnyArray,
-    kv_lengths: AnyArray,
-    *,
+    k: AnyArray = MISSING,
+    v: AnyArray = MISSING,
+    k_cache: AnyArray = MISSING,
+    v_cache: AnyArray = MISSING,
+    kv_lengths: AnyArray = MISSING,
+    *rest: Any,
     block_table: AnyArray | None = None,
     cu_seqlens: AnyArray | None = None,
     rotary: tuple[AnyArray, AnyArray] | None = None,
@@ -118,8 +119,16 @@ def append_kv(
     >>> float(k_cache[0, 5, 0, 0])
     1.0
     """
-    if others:
-        hints.refuse_others(append_kv, others, hints.APPEND)
+    if (
+        others
+        or rest
+        or k is MISSING
+        or v is MISSING
+        or k_cache is MISSING
+        or v_cache is MISSING
+        or kv_lengths is MISSING
+    ):
+        raise hints.wrong_append(append_kv, (k, v, k_cache, v_cache, kv_lengths, *rest), others)
     interleaved = check_bool("interleaved", interleaved)
     given = {
         "k": k,

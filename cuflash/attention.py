@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from cuflash.frontend.run import backward_from, forward, show_options, vjp
+from cuflash.hints import MISSING, wrong_options_call
 from cuflash.typing import AnyArray, ArrayT, Backward
 from cuflash.varlen import attention_varlen, attention_varlen_backward, attention_varlen_vjp
 
@@ -68,10 +69,10 @@ def attention(
     **options: Unpack[OptionKeywords],
 ) -> ArrayT | tuple[ArrayT, ArrayT]: ...
 def attention(
-    q: ArrayT,
-    k: AnyArray,
-    v: AnyArray,
-    *,
+    q: ArrayT = MISSING,
+    k: AnyArray = MISSING,
+    v: AnyArray = MISSING,
+    *others: Any,
     out: ArrayT | None = None,
     return_lse: bool = False,
     **options: Unpack[OptionKeywords],
@@ -174,6 +175,8 @@ def attention(
     >>> out.shape, lse.shape
     ((2, 6, 4, 8), (2, 4, 6))
     """
+    if others or q is MISSING or k is MISSING or v is MISSING:
+        raise wrong_options_call(attention, (q, k, v, *others), options)
     return forward((q, k, v), options, out, return_lse)
 
 
@@ -206,13 +209,13 @@ def attention_backward(
     **options: Unpack[OptionKeywords],
 ) -> tuple[ArrayT | None, ...]: ...
 def attention_backward(
-    dout: ArrayT,
-    q: ArrayT,
-    k: AnyArray,
-    v: AnyArray,
-    forward_out: ArrayT,
-    lse: AnyArray,
-    *,
+    dout: ArrayT = MISSING,
+    q: ArrayT = MISSING,
+    k: AnyArray = MISSING,
+    v: AnyArray = MISSING,
+    forward_out: ArrayT = MISSING,
+    lse: AnyArray = MISSING,
+    *others: Any,
     dlse: AnyArray | None = None,
     out: Sequence[AnyArray | None] | None = None,
     grads: Sequence[str] | None = None,
@@ -264,6 +267,16 @@ def attention_backward(
     >>> dsink.shape
     (2,)
     """
+    if (
+        others
+        or dout is MISSING
+        or q is MISSING
+        or k is MISSING
+        or v is MISSING
+        or forward_out is MISSING
+        or lse is MISSING
+    ):
+        raise wrong_options_call(attention_backward, (dout, q, k, v, forward_out, lse, *others), options)
     return backward_from((dout, forward_out, lse, dlse), (q, k, v), options, out, grads)
 
 
@@ -308,10 +321,10 @@ def attention_vjp(
     **options: Unpack[OptionKeywords],
 ) -> tuple[ArrayT | tuple[ArrayT, ArrayT], Backward[ArrayT]]: ...
 def attention_vjp(
-    q: ArrayT,
-    k: AnyArray,
-    v: AnyArray,
-    *,
+    q: ArrayT = MISSING,
+    k: AnyArray = MISSING,
+    v: AnyArray = MISSING,
+    *others: Any,
     out: ArrayT | None = None,
     return_lse: bool = False,
     **options: Unpack[OptionKeywords],
@@ -345,6 +358,8 @@ def attention_vjp(
     >>> backward(out, grads=("v",))[0] is None
     True
     """
+    if others or q is MISSING or k is MISSING or v is MISSING:
+        raise wrong_options_call(attention_vjp, (q, k, v, *others), options)
     return vjp((q, k, v), options, out, return_lse)
 
 

@@ -142,11 +142,29 @@ class PagedCache:
         return self._pages.num_free_on_host
 
     def length(self, sequence: int) -> int:
-        """Positions of a sequence, those of the steps begun included."""
+        """Positions of a sequence, those of the steps begun included.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> cache = cuflash.PagedCache(1, 8, 4, num_heads_kv=2, head_dim=8, dtype="float32", xp=np)
+        >>> sequence = cache.add()
+        >>> step = cache.step([sequence], 5)
+        >>> cache.length(sequence)
+        5
+        """
         return self._pages[sequence].length
 
     def add(self) -> int:
-        """A new, empty sequence: its number, which is never used again."""
+        """A new, empty sequence: its number, which is never used again.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> cache = cuflash.PagedCache(1, 8, 4, num_heads_kv=2, head_dim=8, dtype="float32", xp=np)
+        >>> cache.add(), cache.add()
+        (0, 1)
+        """
         return self._pages.add()
 
     def fork(self, sequence: int) -> int:
@@ -156,15 +174,47 @@ class PagedCache:
         ------
         KeyError
             For a sequence that is unknown or freed, as all methods.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> cache = cuflash.PagedCache(1, 8, 4, num_heads_kv=2, head_dim=8, dtype="float32", xp=np)
+        >>> sequence = cache.add()
+        >>> step = cache.step([sequence], 5)  # two pages
+        >>> other = cache.fork(sequence)
+        >>> cache.length(other), cache.num_free_pages
+        (5, 6)
         """
         return self._pages.fork(sequence)
 
     def truncate(self, sequence: int, length: int) -> None:
-        """Forget the positions of a sequence from `length` on; ValueError beyond its length."""
+        """Forget the positions of a sequence from `length` on; ValueError beyond its length.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> cache = cuflash.PagedCache(1, 8, 4, num_heads_kv=2, head_dim=8, dtype="float32", xp=np)
+        >>> sequence = cache.add()
+        >>> step = cache.step([sequence], 5)
+        >>> cache.truncate(sequence, 4)
+        >>> cache.length(sequence), cache.num_free_pages
+        (4, 7)
+        """
         self._pages.truncate(sequence, check_int("length", length))
 
     def free(self, sequence: int) -> None:
-        """Forget a sequence; its pages are free again, but for those that others share."""
+        """Forget a sequence; its pages are free again, but for those that others share.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> cache = cuflash.PagedCache(1, 8, 4, num_heads_kv=2, head_dim=8, dtype="float32", xp=np)
+        >>> sequence = cache.add()
+        >>> step = cache.step([sequence], 5)
+        >>> cache.free(sequence)
+        >>> cache.num_free_pages
+        8
+        """
         self._pages.free(sequence)
 
     def step(self, sequences: Sequence[int] | np.ndarray, counts: int | Sequence[int] | np.ndarray) -> Step:
@@ -198,6 +248,17 @@ class PagedCache:
         MemoryError
             Where fewer pages are free, of the device and the host together, than are wanted. Whatever is raised,
             nothing has changed.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> cache = cuflash.PagedCache(1, 8, 4, num_heads_kv=2, head_dim=8, dtype="float32", xp=np)
+        >>> first, second = cache.add(), cache.add()
+        >>> cache.step([first, second], 2)  # padded rows (2, 2, heads, dim)
+        Step(num_sequences=2, counts=2, max_pages_per_sequence=8)
+        >>> step = cache.step([first, second], [1, 3])  # packed rows (4, heads, dim)
+        >>> step.cu_seqlens.tolist(), step.kv_lengths.tolist()
+        ([0, 1, 4], [3, 5])
         """
         numbers = _as_list(sequences)
         if not isinstance(numbers, (list, tuple)):

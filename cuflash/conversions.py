@@ -37,6 +37,14 @@ def from_csr(
     block_table : int32 array (batch, max_pages)
         -1 stands in entries that are not used.
     kv_lengths : int32 array (batch,)
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> indptr, indices, last = (np.array(x, np.int32) for x in ([0, 2, 3], [5, 1, 4], [3, 16]))
+    >>> table, lengths = cuflash.conversions.from_csr(indptr, indices, last, page_size=16)
+    >>> table.tolist(), lengths.tolist()
+    ([[5, 1], [4, -1]], [19, 16])
     """
     library = interop.library_of("indptr", indptr)
     given = {"indptr": indptr, "indices": indices, "last_page_len": last_page_len}
@@ -67,12 +75,28 @@ def from_base2_lse(lse: ArrayT) -> ArrayT:
     """FlashInfer's lse, to base 2 and (total_q, num_heads_q), as cuflash's: natural and (num_heads_q, total_q).
 
     Padded (batch, seqlen_q, num_heads_q) becomes (batch, num_heads_q, seqlen_q). The inverse is `to_base2_lse`.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> lse = np.ones((3, 2), np.float32)  # three rows of two heads, of a sum of 2
+    >>> natural = cuflash.conversions.from_base2_lse(lse)
+    >>> natural.shape, round(float(natural[0, 0]), 4)
+    ((2, 3), 0.6931)
     """
     return _converted(lse, math.log(2))
 
 
 def to_base2_lse(lse: ArrayT) -> ArrayT:
-    """The inverse of `from_base2_lse`."""
+    """The inverse of `from_base2_lse`.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> lse = np.log(np.full((2, 3), 8, np.float32))  # two heads of three rows, of a sum of 8
+    >>> cuflash.conversions.to_base2_lse(lse).round(4).tolist()
+    [[3.0, 3.0], [3.0, 3.0], [3.0, 3.0]]
+    """
     return _converted(lse, 1 / math.log(2))
 
 

@@ -45,6 +45,7 @@ _SMEM_KILOBYTES = {
     "120": 99,
     "121": 99,
 }
+KNOWN_ARCHITECTURES = tuple(f"sm_{number}" for number in _SMEM_KILOBYTES)  # the oldest first
 SMALLEST_SMEM = min(_SMEM_KILOBYTES.values()) * 1024
 SMEM_BYTES = _SMEM_KILOBYTES["90"] * 1024  # bytes that a thread block may use on Hopper
 # Multiprocessors of the card of an architecture that most people have.

@@ -47,9 +47,15 @@ def library_of(name: str, x: Any) -> Library:
             return Library(root, _adopt_any, release)
         # Results for a bare exporter are NumPy's or CuPy's, and go with it into further calls.
         return _BARE_ON_CPU if hasattr(x, "__dlpack__") and _device_type(x) in _ON_CPU else _BARE_ON_GPU
+    inside = f" of {root}: use attention of cuflash.adapters.{root}, which has gradients" if root in _TRACED_BY else ""
     raise TypeError(
-        f"{name}: expected an array of NumPy, CuPy or another library that speaks DLPack, got {type(x).__name__}"
+        f"{name}: expected an array of NumPy, CuPy or another library that speaks DLPack, "
+        f"got {type(x).__name__}{inside}"
     )
+
+
+# These libraries' own arrays record a graph, and speak no DLPack.
+_TRACED_BY = ("autograd", "mygrad")
 
 
 def are_own(arrays: Iterable[Any]) -> bool:

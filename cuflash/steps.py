@@ -10,6 +10,7 @@ import numpy as np
 from cuflash import hints, interop
 from cuflash.appending import append_kv
 from cuflash.attention import attention, attention_varlen
+from cuflash.hints import MISSING
 from cuflash.problem.attention_problem import Array
 from cuflash.problem.checks import check_int
 from cuflash.typing import AnyArray, ArrayT
@@ -79,6 +80,11 @@ class Step:
         self.cu_seqlens: Array | None = self._arrays.arrays.get("cu_seqlens")
         self._tiers: Tiers | None = None  # where the pages lie, of a cache with host pages
 
+    def __repr__(self) -> str:
+        batch, pages = self.block_table.shape
+        counts = np.diff(self._begins).astype(int).tolist() if self._is_packed else self._rows[-1]
+        return f"Step(num_sequences={batch}, counts={counts}, max_pages_per_sequence={pages})"
+
     @property
     def num_host_pages(self) -> int:
         """Pages of its sequences that lie in host memory."""
@@ -132,14 +138,14 @@ class Step:
         k_scale: AnyArray | None = None,
         v_scale: AnyArray | None = None,
     ) -> ArrayT: ...
-    @hints.without_others
+    @hints.show_signature
     def append(
         self,
-        layer: int,
-        q: Any,
-        k: AnyArray,
-        v: AnyArray,
-        *,
+        layer: int = MISSING,
+        q: Any = MISSING,
+        k: AnyArray = MISSING,
+        v: AnyArray = MISSING,
+        *rest: Any,
         rotary: tuple[AnyArray, AnyArray] | None = None,
         interleaved: bool = False,
         k_scale: AnyArray | None = None,
@@ -157,9 +163,18 @@ class Step:
             As `append_kv`, and for a layer or a number of rows that is not the step's.
         RuntimeError
             Where rows are written in host memory while the current stream is captured.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> cache = cuflash.PagedCache(1, 8, 4, num_heads_kv=2, head_dim=8, dtype="float32", xp=np)
+        >>> step = cache.step([cache.add()], 3)  # a prompt of three tokens
+        >>> q = k = v = np.ones((1, 3, 2, 8), np.float32)
+        >>> step.append(0, q, k, v).shape  # q, which rotary= would have rotated
+        (1, 3, 2, 8)
         """
-        if others:
-            hints.refuse_others(Step.append, others, hints.APPEND)
+        if others or rest or layer is MISSING or q is MISSING or k is MISSING or v is MISSING:
+            raise hints.wrong_append(Step.append, (self, layer, q, k, v, *rest), others)
         self._check_rows("k", k)
         k_pool, v_pool = self._memory.of_layer(layer)
         tiers, host = self._tiers, self._memory.host
@@ -201,7 +216,15 @@ class Step:
         return_lse: Literal[True],
         **options: Unpack[OptionKeywords],
     ) -> tuple[ArrayT, ArrayT]: ...
-    def attend(self, layer: int, q: Any, *, share: Literal["auto"] | float = "auto", **options: Any) -> Any:
+    @hints.show_signature
+    def attend(
+        self,
+        layer: int = MISSING,
+        q: Any = MISSING,
+        *rest: Any,
+        share: Literal["auto"] | float = "auto",
+        **options: Any,
+    ) -> Any:
         """Attention of the new rows' queries over all positions of their sequences in a layer.
 
         Sequences whose pages all lie on the device, and those whose window ends before pages in host memory, are
@@ -233,7 +256,18 @@ class Step:
             pages of a cache with `host_pages`.
         RuntimeError
             Where queries see host pages while the current stream is captured.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> cache = cuflash.PagedCache(1, 8, 4, num_heads_kv=2, head_dim=8, dtype="float32", xp=np)
+        >>> step = cache.step([cache.add()], 3)
+        >>> q = np.ones((1, 3, 2, 8), np.float32)
+        >>> step.attend(0, step.append(0, q, q, q), window=(1, 0)).shape
+        (1, 3, 2, 8)
         """
+        if rest or layer is MISSING or q is MISSING:
+            raise hints.wrong_options_call(Step.attend, (self, layer, q, *rest), options)
         self._check_rows("q", q)
         k_pool, v_pool = self._memory.of_layer(layer)
         options = {"causal": True, **options}

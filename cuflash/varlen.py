@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from cuflash.frontend.run import backward_from, forward, show_options, vjp
+from cuflash.hints import MISSING, wrong_options_call
 from cuflash.typing import AnyArray, ArrayT, Backward
 
 if TYPE_CHECKING:
@@ -66,12 +67,12 @@ def attention_varlen(
     **options: Unpack[OptionKeywords],
 ) -> ArrayT | tuple[ArrayT, ArrayT]: ...
 def attention_varlen(
-    q: ArrayT,
-    k: AnyArray,
-    v: AnyArray,
-    cu_seqlens_q: AnyArray,
-    cu_seqlens_k: AnyArray | None,
-    *,
+    q: ArrayT = MISSING,
+    k: AnyArray = MISSING,
+    v: AnyArray = MISSING,
+    cu_seqlens_q: AnyArray = MISSING,
+    cu_seqlens_k: AnyArray | None = MISSING,
+    *others: Any,
     out: ArrayT | None = None,
     return_lse: bool = False,
     **options: Unpack[OptionKeywords],
@@ -85,8 +86,10 @@ def attention_varlen(
     k : array (total_k, num_heads_kv, head_dim)
     v : array (total_k, num_heads_kv, head_dim_v)
     cu_seqlens_q, cu_seqlens_k : int32 array (batch + 1,)
-        Sequence b has the rows ``cu_seqlens[b]`` to ``cu_seqlens[b + 1] - 1``; rows beyond the last are padding.
-        On q's device; never read by the host.
+        Sequence b has the rows ``cu_seqlens[b]`` to ``cu_seqlens[b + 1] - 1``; rows before the first and beyond the
+        last are padding. On q's device, and never read by the host: there each value is clamped to 0 and the number of
+        rows, and a sequence that ends before it begins has no rows. Where values descend, what comes out for rows that
+        several sequences have is not defined.
         With `block_table`, of which k and v are the pools, cu_seqlens_k is None.
     out, return_lse, **options
         As in `attention`. bias, mask and block_mask are indexed (batch, num_heads_q, i, j) local to each sequence and
@@ -111,6 +114,8 @@ def attention_varlen(
     >>> cuflash.attention_varlen(q, q, q, cu_seqlens, cu_seqlens, causal=True).shape
     (7, 2, 8)
     """
+    if others or q is MISSING or k is MISSING or v is MISSING or cu_seqlens_q is MISSING or cu_seqlens_k is MISSING:
+        raise wrong_options_call(attention_varlen, (q, k, v, cu_seqlens_q, cu_seqlens_k, *others), options)
     return forward((q, k, v, cu_seqlens_q, cu_seqlens_k), options, out, return_lse)
 
 
@@ -147,15 +152,15 @@ def attention_varlen_backward(
     **options: Unpack[OptionKeywords],
 ) -> tuple[ArrayT | None, ...]: ...
 def attention_varlen_backward(
-    dout: ArrayT,
-    q: ArrayT,
-    k: AnyArray,
-    v: AnyArray,
-    forward_out: ArrayT,
-    lse: AnyArray,
-    cu_seqlens_q: AnyArray,
-    cu_seqlens_k: AnyArray | None,
-    *,
+    dout: ArrayT = MISSING,
+    q: ArrayT = MISSING,
+    k: AnyArray = MISSING,
+    v: AnyArray = MISSING,
+    forward_out: ArrayT = MISSING,
+    lse: AnyArray = MISSING,
+    cu_seqlens_q: AnyArray = MISSING,
+    cu_seqlens_k: AnyArray | None = MISSING,
+    *others: Any,
     dlse: AnyArray | None = None,
     out: Sequence[AnyArray | None] | None = None,
     grads: Sequence[str] | None = None,
@@ -191,6 +196,20 @@ def attention_varlen_backward(
     >>> dq.shape
     (7, 2, 8)
     """
+    if (
+        others
+        or dout is MISSING
+        or q is MISSING
+        or k is MISSING
+        or v is MISSING
+        or forward_out is MISSING
+        or lse is MISSING
+        or cu_seqlens_q is MISSING
+        or cu_seqlens_k is MISSING
+    ):
+        raise wrong_options_call(
+            attention_varlen_backward, (dout, q, k, v, forward_out, lse, cu_seqlens_q, cu_seqlens_k, *others), options
+        )
     inputs = (q, k, v, cu_seqlens_q, cu_seqlens_k)
     return backward_from((dout, forward_out, lse, dlse), inputs, options, out, grads)
 
@@ -244,12 +263,12 @@ def attention_varlen_vjp(
     **options: Unpack[OptionKeywords],
 ) -> tuple[ArrayT | tuple[ArrayT, ArrayT], Backward[ArrayT]]: ...
 def attention_varlen_vjp(
-    q: ArrayT,
-    k: AnyArray,
-    v: AnyArray,
-    cu_seqlens_q: AnyArray,
-    cu_seqlens_k: AnyArray | None,
-    *,
+    q: ArrayT = MISSING,
+    k: AnyArray = MISSING,
+    v: AnyArray = MISSING,
+    cu_seqlens_q: AnyArray = MISSING,
+    cu_seqlens_k: AnyArray | None = MISSING,
+    *others: Any,
     out: ArrayT | None = None,
     return_lse: bool = False,
     **options: Unpack[OptionKeywords],
@@ -280,6 +299,8 @@ def attention_varlen_vjp(
     >>> dk.shape
     (7, 2, 8)
     """
+    if others or q is MISSING or k is MISSING or v is MISSING or cu_seqlens_q is MISSING or cu_seqlens_k is MISSING:
+        raise wrong_options_call(attention_varlen_vjp, (q, k, v, cu_seqlens_q, cu_seqlens_k, *others), options)
     return vjp((q, k, v, cu_seqlens_q, cu_seqlens_k), options, out, return_lse)
 
 

@@ -8,8 +8,9 @@ from xml.sax.saxutils import escape
 
 FOLDER = Path(__file__).parent / "pictures"
 INK, GREY = "#24292f", "#59636e"
-# Tints of the colours of Okabe and Ito (2008), which people with any kind of colour vision tell apart.
-QUERY, KEY, VALUE, OUT, HIDDEN = "#9ad1f2", "#f5c766", "#7fd0b5", "#e0adc8", "#eaeef2"
+# People with any kind of colour vision tell them apart: each is at least 20 from every other (CIE76), with protanopia
+# and deuteranopia, too.
+QUERY, KEY, VALUE, OUT, HIDDEN = "#9ad1f2", "#f5c766", "#81c489", "#dc84b0", "#eaeef2"
 
 
 class Drawing:
@@ -175,13 +176,13 @@ def backward() -> Drawing:
 
 def offload() -> Drawing:
     """Chunks of keys come through two buffers of the GPU while the ones before are computed."""
-    d = Drawing(760, 300)
+    d = Drawing(790, 300)
     d.text(80, 24, "host memory", 13)
     for n in range(6):
         d.box(30, 44 + 30 * n, 100, 28, KEY if n < 5 else "#ffffff", f"K{n} V{n}", 11)
     d.text(80, 240, "the last keys are", 11, fill=GREY)
     d.text(80, 256, "the CPU's share", 11, fill=GREY)
-    left, width = 260, 76
+    left, width = 290, 76
     for row, name in enumerate(("link in", "GPU", "link out (backward)", "CPU")):
         d.text(left - 12, 62 + 50 * row, name, 12, "end")
     for n in range(5):
@@ -201,7 +202,7 @@ def online_softmax() -> Drawing:
     """One row of scores in three tiles: the maximum, the sum and the rescaling, with the numbers that they have."""
     d = Drawing(760, 330)
     row = ((1.0, 0.5, 2.0, 0.0), (1.5, 3.0, 0.5, 1.0), (2.5, 1.0, 2.0, 0.5))
-    side, left, gap = 46, 90, 26
+    side, left, gap = 50, 90, 26
     m, l = -math.inf, 0.0  # noqa: E741
     d.text(left - 12, 66, "scores", 12, "end")
     d.text(left - 12, 106, "exp(s - m)", 12, "end")
@@ -215,12 +216,14 @@ def online_softmax() -> Drawing:
         for i, (score, weight) in enumerate(zip(scores, weights, strict=True)):
             is_largest = score == larger
             d.box(x + i * side, 50, side, 32, "#fb8f44" if is_largest else KEY, f"{score:g}", 12)
+            if is_largest:
+                d.text(x + (i + 0.5) * side, 43, "max", 10)
             d.box(x + i * side, 90, side, 32, "#fff8c5", f"{weight:.2f}", 12)
         total = rescale * l + sum(weights)
         d.box(x + 4, 160, len(scores) * side - 8, 92, "#f6f8fa")
-        d.text(middle, 176, f"m = max({'-inf' if n == 0 else f'{m:g}'}, {max(scores):g}) = {larger:g}", 12)
-        d.text(middle, 202, f"rescale = exp({'-inf' if n == 0 else f'{m:g} - {larger:g}'}) = {rescale:.2f}", 12)
-        d.text(middle, 228, f"l = {rescale:.2f} * {l:.2f} + {sum(weights):.2f} = {total:.2f}", 12)
+        d.text(middle, 176, f"m = max({'-inf' if n == 0 else f'{m:g}'}, {max(scores):g}) = {larger:g}", 11)
+        d.text(middle, 202, f"rescale = exp({'-inf' if n == 0 else f'{m:g} - {larger:g}'}) = {rescale:.2f}", 11)
+        d.text(middle, 228, f"l = {rescale:.2f} * {l:.2f} + {sum(weights):.2f} = {total:.2f}", 11)
         d.arrow(middle, 124, middle, 158)
         if n:
             d.arrow(x - gap - 4, 206, x + 2, 206)

@@ -26,6 +26,12 @@ if TYPE_CHECKING:
 
 __all__ = ["attention", "attention_varlen"]
 
+
+def __dir__() -> list[str]:
+    """The public names alone, so that completion shows nothing else."""
+    return sorted(__all__)
+
+
 Array = NDArray[Any]
 
 

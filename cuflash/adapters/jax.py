@@ -39,6 +39,12 @@ if TYPE_CHECKING:
 
 __all__ = ["attention", "attention_varlen"]
 
+
+def __dir__() -> list[str]:
+    """The public names alone, so that completion shows nothing else."""
+    return sorted(__all__)
+
+
 Buffers = Sequence[Any]  # of NumPy or CuPy
 _SEED = jax.ShapeDtypeStruct((1,), np.uint64)
 _ON_CPU = 1  # DLPack's number

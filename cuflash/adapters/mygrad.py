@@ -22,6 +22,12 @@ from cuflash.problem.checks import check_bool
 
 __all__ = ["attention", "attention_varlen"]
 
+
+def __dir__() -> list[str]:
+    """The public names alone, so that completion shows nothing else."""
+    return sorted(__all__)
+
+
 Array = NDArray[Any]
 
 

@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 __all__ = ["attention", "attention_varlen"]
 
 
+def __dir__() -> list[str]:
+    """The public names alone, so that completion shows nothing else."""
+    return sorted(__all__)
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(form: Form, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

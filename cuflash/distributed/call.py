@@ -132,6 +132,7 @@ class Scheme:
             arrays = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse, "dlse": dlse}
             return self.gradients(arrays, comm, order, cu_seqlens, grads, options, heads)
 
+        backward.__qualname__ = "backward"  # as messages of Python call it
         return ((out, lse) if return_lse else out), backward
 
 

@@ -47,6 +47,10 @@ class Communicator(ABC):
         self.time_limit = time_limit
         self.check = check
 
+    def __repr__(self) -> str:
+        limits = f"time_limit={self.time_limit:g}, check={self.check}"
+        return f"{type(self).__name__}(rank={self.rank}, world={self.world}, {limits})"
+
     @abstractmethod
     def send(self, message: Any, to: int, tag: int = 0) -> None:
         """Hand arrays to another rank; they must not change before `barrier`."""

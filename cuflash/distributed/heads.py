@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
-from cuflash import interop
+from cuflash import hints, interop
 from cuflash.distributed.call import Call, Scheme
 from cuflash.distributed.communicators import Communicator
 from cuflash.distributed.dealing import Arrays, Dealing
@@ -63,6 +63,7 @@ def ulysses_attention(
     return_lse: bool,
     **options: Unpack[OptionKeywords],
 ) -> ArrayT | tuple[ArrayT, ArrayT]: ...
+@hints.with_hints(hints.OPTIONS)
 def ulysses_attention(
     q: ArrayT,
     k: ArrayT,
@@ -91,6 +92,18 @@ def ulysses_attention(
     ------
     TypeError, ValueError, NotImplementedError, TimeoutError
         As `ring_attention`.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> from concurrent.futures import ThreadPoolExecutor
+    >>> q = np.ones((1, 8, 2, 8), np.float32)
+    >>> def rank(comm):
+    ...     part = cuflash.distributed.shard(q, comm, order="plain")
+    ...     return cuflash.distributed.ulysses_attention(part, part, part, comm, causal=True).shape
+    >>> with ThreadPoolExecutor(2) as pool:
+    ...     list(pool.map(rank, cuflash.distributed.threads(2)))
+    [(1, 4, 2, 8), (1, 4, 2, 8)]
     """
     return BY_HEADS.attention(q, k, v, comm, order, cu_seqlens, return_lse, options)
 
@@ -127,6 +140,7 @@ def ulysses_attention_backward(
     grads: Sequence[str],
     **options: Unpack[OptionKeywords],
 ) -> tuple[ArrayT | None, ...]: ...
+@hints.with_hints(hints.OPTIONS)
 def ulysses_attention_backward(
     dout: ArrayT,
     q: ArrayT,
@@ -158,6 +172,20 @@ def ulysses_attention_backward(
     ------
     TypeError, ValueError, NotImplementedError, TimeoutError
         As `ring_attention`.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> from concurrent.futures import ThreadPoolExecutor
+    >>> q = np.ones((1, 8, 2, 8), np.float32)
+    >>> def rank(comm):
+    ...     x = cuflash.distributed.shard(q, comm, order="plain")
+    ...     out, lse = cuflash.distributed.ulysses_attention(x, x, x, comm, return_lse=True)
+    ...     dq, dk, dv = cuflash.distributed.ulysses_attention_backward(out, x, x, x, out, lse, comm)
+    ...     return dk.shape
+    >>> with ThreadPoolExecutor(2) as pool:
+    ...     list(pool.map(rank, cuflash.distributed.threads(2)))
+    [(1, 4, 2, 8), (1, 4, 2, 8)]
     """
     arrays = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse, "dlse": dlse}
     return BY_HEADS.gradients(arrays, comm, order, cu_seqlens, grads, options)
@@ -199,6 +227,7 @@ def ulysses_attention_vjp(
     return_lse: bool,
     **options: Unpack[OptionKeywords],
 ) -> tuple[ArrayT | tuple[ArrayT, ArrayT], RankBackward[ArrayT]]: ...
+@hints.with_hints(hints.OPTIONS)
 def ulysses_attention_vjp(
     q: ArrayT,
     k: ArrayT,
@@ -227,6 +256,19 @@ def ulysses_attention_vjp(
     ------
     TypeError, ValueError, NotImplementedError, TimeoutError
         As `ring_attention`.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> from concurrent.futures import ThreadPoolExecutor
+    >>> q = np.ones((1, 8, 2, 8), np.float32)
+    >>> def rank(comm):
+    ...     part = cuflash.distributed.shard(q, comm, order="plain")
+    ...     out, backward = cuflash.distributed.ulysses_attention_vjp(part, part, part, comm)
+    ...     return backward(out)[0].shape
+    >>> with ThreadPoolExecutor(2) as pool:
+    ...     list(pool.map(rank, cuflash.distributed.threads(2)))
+    [(1, 4, 2, 8), (1, 4, 2, 8)]
     """
     return BY_HEADS.vjp(q, k, v, comm, order, cu_seqlens, return_lse, options)
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
+from cuflash import hints
 from cuflash.distributed import grid
 from cuflash.distributed.call import Call, Scheme
 from cuflash.distributed.communicators import Communicator
@@ -67,6 +68,7 @@ def ring_attention(
     return_lse: bool,
     **options: Unpack[OptionKeywords],
 ) -> ArrayT | tuple[ArrayT, ArrayT]: ...
+@hints.with_hints(hints.OPTIONS)
 def ring_attention(
     q: ArrayT,
     k: ArrayT,
@@ -118,6 +120,18 @@ def ring_attention(
         For options that index the whole score matrix: bias, mask, q_lengths, kv_lengths, block_mask, block_table.
     TimeoutError
         Where another rank does not come within the communicator's time limit.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> from concurrent.futures import ThreadPoolExecutor
+    >>> q = np.ones((1, 8, 2, 8), np.float32)
+    >>> def rank(comm):
+    ...     part = cuflash.distributed.shard(q, comm)
+    ...     return cuflash.distributed.ring_attention(part, part, part, comm, causal=True).shape
+    >>> with ThreadPoolExecutor(2) as pool:
+    ...     list(pool.map(rank, cuflash.distributed.threads(2)))
+    [(1, 4, 2, 8), (1, 4, 2, 8)]
     """
     return RING.attention(q, k, v, comm, order, cu_seqlens, return_lse, options, heads)
 
@@ -156,6 +170,7 @@ def ring_attention_backward(
     grads: Sequence[str],
     **options: Unpack[OptionKeywords],
 ) -> tuple[ArrayT | None, ...]: ...
+@hints.with_hints(hints.OPTIONS)
 def ring_attention_backward(
     dout: ArrayT,
     q: ArrayT,
@@ -193,6 +208,20 @@ def ring_attention_backward(
     ------
     TypeError, ValueError, NotImplementedError, TimeoutError
         As `ring_attention`.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> from concurrent.futures import ThreadPoolExecutor
+    >>> q = np.ones((1, 8, 2, 8), np.float32)
+    >>> def rank(comm):
+    ...     x = cuflash.distributed.shard(q, comm)
+    ...     out, lse = cuflash.distributed.ring_attention(x, x, x, comm, causal=True, return_lse=True)
+    ...     dq, dk, dv = cuflash.distributed.ring_attention_backward(out, x, x, x, out, lse, comm, causal=True)
+    ...     return dk.shape
+    >>> with ThreadPoolExecutor(2) as pool:
+    ...     list(pool.map(rank, cuflash.distributed.threads(2)))
+    [(1, 4, 2, 8), (1, 4, 2, 8)]
     """
     arrays = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse, "dlse": dlse}
     return RING.gradients(arrays, comm, order, cu_seqlens, grads, options, heads)
@@ -237,6 +266,7 @@ def ring_attention_vjp(
     return_lse: bool,
     **options: Unpack[OptionKeywords],
 ) -> tuple[ArrayT | tuple[ArrayT, ArrayT], RankBackward[ArrayT]]: ...
+@hints.with_hints(hints.OPTIONS)
 def ring_attention_vjp(
     q: ArrayT,
     k: ArrayT,

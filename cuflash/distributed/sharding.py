@@ -74,6 +74,17 @@ def unshard(x: ArrayT, comm: Communicator, order: str = "zigzag", axis: int = 1)
     ------
     TypeError, ValueError
         As for `shard`, and ValueError where the ranks' parts are none of one array.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> from concurrent.futures import ThreadPoolExecutor
+    >>> def rank(comm):
+    ...     part = cuflash.distributed.shard(np.arange(8)[None], comm)
+    ...     return cuflash.distributed.unshard(part, comm).tolist()
+    >>> with ThreadPoolExecutor(2) as pool:
+    ...     list(pool.map(rank, cuflash.distributed.threads(2)))
+    [[[0, 1, 2, 3, 4, 5, 6, 7]], [[0, 1, 2, 3, 4, 5, 6, 7]]]
     """
     check_communicator(comm)
     order = check_order(order)
@@ -117,6 +128,13 @@ def positions(seqlen: int, comm: Communicator, order: str = "zigzag") -> np.ndar
     ------
     TypeError, ValueError
         For a length that is no integer from 0 up, or an unknown order.
+
+    Examples
+    --------
+    >>> import cuflash
+    >>> comm = cuflash.distributed.threads(2)[0]
+    >>> cuflash.distributed.positions(8, comm, order="zigzag").tolist()
+    [0, 1, 6, 7]
     """
     check_communicator(comm)
     if not isinstance(seqlen, (int, np.integer)) or isinstance(seqlen, bool):

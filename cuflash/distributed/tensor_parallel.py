@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cuflash import interop
+from cuflash import hints, interop
 from cuflash.distributed.agreement import Described, agree, check_options, describe, telling
 from cuflash.distributed.block_sums import BlockSums
 from cuflash.distributed.call import adopt
@@ -46,6 +46,7 @@ LEAST_ROWS = 1024
 _ROWS_OF_TILES = 128
 
 
+@hints.with_hints(hints.OPTIONS)
 def attention_allreduce(
     q: ArrayT,
     k: ArrayT,
@@ -87,11 +88,26 @@ def attention_allreduce(
         For bias, mask, q_lengths, kv_lengths and block_mask.
     TimeoutError
         Where another rank does not come within the communicator's time limit.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> from concurrent.futures import ThreadPoolExecutor
+    >>> q = np.ones((1, 8, 2, 8), np.float32)
+    >>> w_out = np.ones((2, 8, 5), np.float32)
+    >>> def rank(comm):
+    ...     own = slice(comm.rank, comm.rank + 1)  # one of the two heads
+    ...     x = q[:, :, own]
+    ...     return cuflash.distributed.attention_allreduce(x, x, x, w_out[own], comm).shape
+    >>> with ThreadPoolExecutor(2) as pool:
+    ...     list(pool.map(rank, cuflash.distributed.threads(2)))
+    [(1, 8, 5), (1, 8, 5)]
     """
     y, _ = _forward("attention_allreduce", (q, k, v, w_out), comm, cu_seqlens, options)
     return y
 
 
+@hints.with_hints(hints.OPTIONS)
 def attention_allreduce_vjp(
     q: ArrayT,
     k: ArrayT,
@@ -121,6 +137,22 @@ def attention_allreduce_vjp(
     ------
     TypeError, ValueError, NotImplementedError, TimeoutError
         As `attention_allreduce`.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> from concurrent.futures import ThreadPoolExecutor
+    >>> q = np.ones((1, 8, 2, 8), np.float32)
+    >>> w_out = np.ones((2, 8, 5), np.float32)
+    >>> def rank(comm):
+    ...     own = slice(comm.rank, comm.rank + 1)  # one of the two heads
+    ...     x = q[:, :, own]
+    ...     y, backward = cuflash.distributed.attention_allreduce_vjp(x, x, x, w_out[own], comm)
+    ...     dq, dk, dv, dw_out = backward(y)
+    ...     return dw_out.shape
+    >>> with ThreadPoolExecutor(2) as pool:
+    ...     list(pool.map(rank, cuflash.distributed.threads(2)))
+    [(1, 8, 5), (1, 8, 5)]
     """
     y, residuals = _forward(_VJP, (q, k, v, w_out), comm, cu_seqlens, options)
 
@@ -128,6 +160,7 @@ def attention_allreduce_vjp(
         """Return the gradients of this rank's inputs."""
         return _backward(residuals, dy)
 
+    backward.__qualname__ = "backward"  # as messages of Python call it
     return y, backward
 
 

@@ -214,6 +214,7 @@ def gradient_function(
         """Return the gradients of the inputs; see `cuflash.attention_backward`."""
         return compute(dout, dlse, out, grads)
 
+    backward.__qualname__ = "backward"  # as messages of Python call it
     return backward
 
 

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from cuflash import hints
 from cuflash.frontend.call import Backward, Call, Gradients, gradient_function
 from cuflash.frontend.metadata import metadata_of, repeated
 from cuflash.problem.attention_problem import Array
@@ -75,5 +76,5 @@ def show_options(*functions: Callable[..., Any]) -> None:
     """Let `help` and editors show every option of public functions."""
     options = [x.replace(kind=x.KEYWORD_ONLY) for x in inspect.signature(Options).parameters.values()]
     for function in functions:
-        *named, _ = inspect.signature(function).parameters.values()
+        named = [x for x in hints.required_of(function) if x.kind is not x.VAR_KEYWORD]
         vars(function)["__signature__"] = inspect.Signature((*named, *options))

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from cuflash import hints, interop
 from cuflash.masks.algebra import combine, everything, is_same
-from cuflash.masks.checks import adopt_bools, bools_of_rule, check_block_size, check_count, check_rule
+from cuflash.masks.checks import adopt_bools, bools_of_rule, check_block_size, check_count, check_order, check_rule
+from cuflash.masks.names import OfMasks, names_for_users
 from cuflash.masks.on_device import GetKernel, OnDevice, pack_on_device
 from cuflash.masks.patterns import Patterns
 from cuflash.masks.picture import draw
@@ -38,7 +39,7 @@ MaskFunction = Callable[[np.int64, np.int64, NDArray[np.int64], NDArray[np.int64
 FUNCTION_ELEMENTS = 1 << 17
 
 
-class BlockMask(PreparedMask, Patterns):
+class BlockMask(PreparedMask, Patterns, metaclass=OfMasks):
     """A mask of shape (batch or 1, heads or 1, seqlen_q, seqlen_k) for the option `block_mask`.
 
     It is exact to the element, combines with every other option by AND, and costs time only for the blocks that hold a
@@ -115,6 +116,12 @@ class BlockMask(PreparedMask, Patterns):
             If `mask` is no bool array.
         ValueError
             If it has another number of axes, or for a block size below 1.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> cuflash.BlockMask.from_dense(np.tri(6, dtype=bool)).shape
+        (1, 1, 6, 6)
         """
         block_size = check_block_size(block_size)
         library, cells = adopt_bools("mask", mask)
@@ -143,6 +150,13 @@ class BlockMask(PreparedMask, Patterns):
             If `blocks` is no bool array, or a size no integer.
         ValueError
             If the number of blocks does not fit the lengths.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> blocks = np.array([[True, False], [True, True]])
+        >>> cuflash.BlockMask.from_blocks(blocks, 256, 256).density
+        0.75
         """
         block_size = check_block_size(block_size)
         seqlen_q, seqlen_k = check_count("seqlen_q", seqlen_q), check_count("seqlen_k", seqlen_k)
@@ -162,8 +176,8 @@ class BlockMask(PreparedMask, Patterns):
         function: MaskFunction,
         seqlen_q: int,
         seqlen_k: int,
-        batch: int = 1,
-        heads: int = 1,
+        batch: int | None = 1,
+        heads: int | None = 1,
         block_size: tuple[int, int] = (128, 128),
     ) -> BlockMask:
         """The mask of a rule ``function(b, h, i, j)``.
@@ -177,7 +191,8 @@ class BlockMask(PreparedMask, Patterns):
         seqlen_q, seqlen_k : int
             Lengths of the sequences.
         batch, heads : int
-            For how many batch entries and heads to ask the function; 1 serves all of a call.
+            For how many batch entries and heads to ask the function; 1, or None, serves all of a call. Lengths come
+            first here; FlexAttention's ``create_block_mask`` has the order B, H, Q_LEN, KV_LEN.
         block_size : (int, int)
             Rows and columns of a block; changes no element.
 
@@ -190,13 +205,16 @@ class BlockMask(PreparedMask, Patterns):
 
         Examples
         --------
+        >>> import numpy as np, cuflash
         >>> document = np.repeat(np.arange(4), 256)
-        >>> bm = BlockMask.from_function(lambda b, h, i, j: document[i] == document[j], 1024, 1024)
+        >>> bm = cuflash.BlockMask.from_function(lambda b, h, i, j: document[i] == document[j], 1024, 1024)
         >>> bm.density
         0.25
         """
         check_rule(function)
+        check_order(seqlen_q, seqlen_k)
         seqlen_q, seqlen_k = check_count("seqlen_q", seqlen_q), check_count("seqlen_k", seqlen_k)
+        batch, heads = 1 if batch is None else batch, 1 if heads is None else heads
         shape = check_count("batch", batch), check_count("heads", heads, 1), seqlen_q, seqlen_k
         block_size = check_block_size(block_size)
 
@@ -207,7 +225,7 @@ class BlockMask(PreparedMask, Patterns):
                 i = np.arange(top, min(top + CANONICAL, last))[:, None]
                 for left in range(0, seqlen_k, step):
                     j = np.arange(left, min(left + step, seqlen_k))[None, :]
-                    visible = bools_of_rule(function(np.int64(b), np.int64(h), i, j), (i.shape[0], j.shape[1]))
+                    visible = bools_of_rule(function, (np.int64(b), np.int64(h), i, j), (i.shape[0], j.shape[1]))
                     columns = slice(left // CANONICAL, num_blocks(left + j.shape[1]))
                     words[top - first : top - first + len(i), columns] = words_from_bools(visible)
             return words
@@ -261,7 +279,14 @@ class BlockMask(PreparedMask, Patterns):
         return self._density
 
     def to_dense(self) -> Array:
-        """The bool array of `shape`, of the library and on the device of the array that the mask was made from."""
+        """The bool array of `shape`, of the library and on the device of the array that the mask was made from.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> cuflash.BlockMask.sliding_window(3, 3, left=1, right=0).to_dense()[0, 0].tolist()
+        [[True, False, False], [True, True, False], [False, True, True]]
+        """
         if self._home == HOST:
             dense = to_dense(np, self._store.slots, self._store.bits, self.shape)
         else:
@@ -298,7 +323,8 @@ class BlockMask(PreparedMask, Patterns):
 
         Examples
         --------
-        >>> print(BlockMask.sliding_window(6, 12, left=2, right=0).draw())
+        >>> import cuflash
+        >>> print(cuflash.BlockMask.sliding_window(6, 12, left=2, right=0).draw())
         6 queries (down) x 12 keys (across), 1 x 1 elements a character: . none, # all
         ....###.....
         .....###....
@@ -356,6 +382,13 @@ class BlockMask(PreparedMask, Patterns):
 
     __rsub__ = __sub__
 
+    def __bool__(self) -> bool:
+        """Refused: a mask has many elements, as in NumPy."""
+        raise TypeError(
+            "bool: expected &, | or ~ to combine masks, as `and`, `or`, `not` and `if` ask for one truth value; a mask "
+            "that sees nothing has density 0, and `mask is not None` tells whether there is one"
+        )
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, BlockMask):
             return NotImplemented
@@ -366,9 +399,7 @@ class BlockMask(PreparedMask, Patterns):
 
     def __dir__(self) -> list[str]:
         """The names for users, and Python's own; those for backends are left out."""
-        internal = vars(PreparedMask).keys() | {"serial"}
-        names = [name for name in super().__dir__() if name not in internal and not name.startswith("_")]
-        return names + [name for name in super().__dir__() if name.startswith("__")]
+        return names_for_users(super().__dir__())
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles are masks of their own, prepared on no device."""

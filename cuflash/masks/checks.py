@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -106,6 +106,16 @@ def check_rule(function: Any) -> None:
         raise TypeError(f"function: expected a callable (b, h, i, j), got one with the arguments {signature}") from None
 
 
+def check_order(seqlen_q: Any, seqlen_k: Any) -> None:
+    """Raise TypeError for None as a length, which stands where FlexAttention has the batch and the heads."""
+    for name, value in (("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k)):
+        if value is None:
+            raise TypeError(
+                f"{name}: expected an integer, got None: lengths come first, as in "
+                "from_function(function, seqlen_q, seqlen_k, batch=None, heads=None)"
+            )
+
+
 def adopt_bools(name: str, x: Any) -> tuple[interop.Library, Array]:
     """A bool array of any library, with two to four axes, as a NumPy or CuPy array."""
     library = interop.library_of(name, x)
@@ -120,8 +130,18 @@ def adopt_bools(name: str, x: Any) -> tuple[interop.Library, Array]:
     return library, array
 
 
-def bools_of_rule(result: Any, shape: tuple[int, int]) -> NDArray[np.bool_]:
+def bools_of_rule(function: Callable[..., Any], indices: tuple[Any, ...], shape: tuple[int, int]) -> NDArray[np.bool_]:
     """The result of a user's function as host bools of `shape`."""
+    try:
+        result = function(*indices)
+    except ValueError as error:
+        if "truth value of an array" not in str(error):
+            raise
+        raise TypeError(
+            "function: expected conditions on arrays to be combined by &, | and ~, each in brackets, and choices to "
+            "be made by np.where: i and j are arrays, of which `and`, `or`, `not`, `if` and chained comparisons would "
+            "need one truth value"
+        ) from error
     if isinstance(result, (bool, np.bool_)):
         return np.full(shape, result)
     library = interop.library_of("function's result", result)

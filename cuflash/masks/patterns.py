@@ -80,6 +80,12 @@ class Patterns:
             How many keys are seen on either side, both ends included; None is unbounded.
         heads, block_size, causal
             See `Patterns`.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> cuflash.BlockMask.sliding_window(8, 8, left=2, right=0).to_dense()[0, 0, 6].astype(int).tolist()
+        [0, 0, 0, 0, 1, 1, 1, 0]
         """
         seqlen_q, seqlen_k = check_count("seqlen_q", seqlen_q), check_count("seqlen_k", seqlen_k)
         left, right = check_side("left", left), check_side("right", right)
@@ -114,6 +120,12 @@ class Patterns:
             Distance between the other positions seen, at least 1.
         heads, block_size, causal
             See `Patterns`.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> cuflash.BlockMask.strided(8, local=2, stride=4).to_dense()[0, 0, 6].astype(int).tolist()
+        [0, 0, 1, 0, 1, 1, 1, 1]
         """
         seqlen, local = check_count("seqlen", seqlen), check_reach("local", local)
         stride = check_reach("stride", stride, 1)
@@ -156,6 +168,12 @@ class Patterns:
             How many positions at the end of each section all queries see, at most `local`.
         heads, block_size, causal
             See `Patterns`.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> cuflash.BlockMask.fixed(8, local=4, summary=1).to_dense()[0, 0, 6].astype(int).tolist()
+        [0, 0, 0, 1, 1, 1, 1, 1]
         """
         seqlen, local = check_count("seqlen", seqlen), check_count("local", local, 1, None)
         summary = check_count("summary", summary, 0, None)
@@ -197,6 +215,12 @@ class Patterns:
             The first so many tokens (all, if there are fewer), or the positions of the global tokens.
         heads, block_size, causal
             See `Patterns`.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> cuflash.BlockMask.longformer(8, window=2, global_tokens=1).to_dense()[0, 0, 6].astype(int).tolist()
+        [1, 0, 0, 0, 0, 1, 1, 1]
         """
         seqlen, window = check_count("seqlen", seqlen), check_reach("window", window)
         is_global = check_global_tokens(global_tokens, seqlen)
@@ -245,6 +269,13 @@ class Patterns:
             The same seed gives the same mask.
         heads, block_size, causal
             See `Patterns`.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> mask = cuflash.BlockMask.bigbird(1024, window_blocks=1, global_blocks=1, random_blocks=1, seed=0)
+        >>> mask.density < 0.6
+        True
         """
         seqlen, heads = check_count("seqlen", seqlen), check_count("heads", heads, 1)
         block_size = check_block_size(block_size)
@@ -300,6 +331,13 @@ class Patterns:
             The same seed gives the same mask.
         heads, block_size, causal
             See `Patterns`.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> mask = cuflash.BlockMask.random(1024, 1024, 0.25, seed=0)
+        >>> mask.shape, 0 < mask.density < 0.6
+        ((1, 1, 1024, 1024), True)
         """
         seqlen_q, seqlen_k = check_count("seqlen_q", seqlen_q), check_count("seqlen_k", seqlen_k)
         heads, block_size = check_count("heads", heads, 1), check_block_size(block_size)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
-from cuflash import interop
+from cuflash import hints, interop
 from cuflash.frontend.call import Gradients, check_outs, gradient_function
 from cuflash.frontend.run import show_options
 from cuflash.offload import in_place
@@ -72,6 +72,7 @@ def attention(
     return_lse: bool,
     **options: Unpack[OptionKeywords],
 ) -> ArrayT | tuple[ArrayT, ArrayT]: ...
+@hints.with_hints(hints.OPTIONS)
 def attention(
     q: ArrayT,
     k: np.ndarray[Any, Any],
@@ -168,6 +169,7 @@ def attention_vjp(
     return_lse: bool,
     **options: Unpack[OptionKeywords],
 ) -> tuple[ArrayT | tuple[ArrayT, ArrayT], Backward[ArrayT]]: ...
+@hints.with_hints(hints.OPTIONS)
 def attention_vjp(
     q: ArrayT,
     k: np.ndarray[Any, Any],

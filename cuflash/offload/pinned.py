@@ -38,6 +38,13 @@ def pinned_empty(shape: int | tuple[int, ...], dtype: Any) -> Array:
     ------
     TypeError, ValueError
         For what is no shape or no dtype.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> k = cuflash.offload.pinned_empty((1, 512, 8, 64), np.float16)
+    >>> k.shape, k.dtype.name
+    ((1, 512, 8, 64), 'float16')
     """
     sizes = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
     for size in sizes:

@@ -167,8 +167,12 @@ def check_block_mask(block_mask: object, score_shape: tuple[int | None, ...]) ->
         for axis, (have, want) in enumerate(zip(got, score_shape, strict=True))
     ):
         wanted = ", ".join("*" if want is None else str(want) for want in score_shape)
+        swapped = (*got[2:], *got[:2])
+        is_swapped = all(want is None or have in (want, 1) for have, want in zip(swapped, score_shape, strict=True))
+        hint = ": from_function takes seqlen_q and seqlen_k before batch and heads" if is_swapped else ""
         raise ValueError(
-            f"block_mask: expected (batch or 1, num_heads_q or 1, seqlen_q, seqlen_k) out of ({wanted}), got {got}"
+            "block_mask: expected shape (batch or 1, num_heads_q or 1, seqlen_q, seqlen_k), where "
+            f"(batch, num_heads_q, seqlen_q, seqlen_k) is ({wanted}), got {got}{hint}"
         )
 
 

@@ -39,6 +39,17 @@ def explain(function: Callable[..., Any], *operands: Any, option: str | None = N
         As `cuflash.attention` raises it for the function.
     ValueError
         For another option or dtype.
+
+    Examples
+    --------
+    >>> import cuflash
+    >>> text = cuflash.rules.explain(lambda s, b, h, i, j: s * s)
+    >>> print(text.partition("CUDA")[0].rstrip())
+    score_mod(s, b, h, i, j, *operands)
+    (s * s)
+    <BLANKLINE>
+    derivative by s
+    (s + s)
     """
     if dtype not in ("float32", "float64"):
         raise ValueError(f"dtype: expected float32 or float64, got {dtype!r}")

@@ -142,8 +142,20 @@ def _check_parameters(name: str, function: Callable[..., Any], inputs: int, oper
     except TypeError as error:
         raise TypeError(
             f"{name}: expected a function {form_of(name)} that takes {inputs} values and {operands} operands, "
-            f"got {signature}: {error}{_place(function)}"
+            f"got {signature}, {_count_in_words(signature, error)}{_place(function)}"
         ) from None
+
+
+def _count_in_words(signature: inspect.Signature, error: TypeError) -> str:
+    """Say how many arguments a function takes; if that is not what is wrong with it, what Python says."""
+    kinds = signature.parameters.values()
+    by_place = [x for x in kinds if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
+    required = sum(x.default is x.empty for x in by_place)
+    if any(x.kind is x.KEYWORD_ONLY and x.default is x.empty for x in kinds):
+        return f"which Python does not call so: {error}"
+    if any(x.kind is x.VAR_POSITIONAL for x in kinds):
+        return f"which takes at least {required}"
+    return f"which takes {required}" if required == len(by_place) else f"which takes {required} to {len(by_place)}"
 
 
 def _place(function: Any) -> str:
@@ -161,6 +173,11 @@ def _result(name: str, function: Any, result: Any, accum: str) -> Node:
         raise RuleError(f"{name}: expected {what}, got {type(result).__name__}{where}") from None
     found = as_node(value, accum)
     if name == "score_mod":
+        if found.dtype == "bool":
+            raise RuleError(
+                f"{name}: expected {what}, got bool{where}: a condition, whether query i may see key j, belongs into "
+                "mask_mod, which is given (b, h, i, j, *operands)"
+            )
         return cast(found, accum)
     if found.dtype != "bool":
         raise RuleError(f"{name}: expected {what}, got {found.dtype}{where}")

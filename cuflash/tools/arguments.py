@@ -2,6 +2,11 @@
 
 import argparse
 import re
+from pathlib import Path
+
+from cuflash.hardware import KNOWN_ARCHITECTURES, capability_of
+
+PICTURES = ".png", ".svg", ".pdf"
 
 
 def positive(text: str) -> int:
@@ -27,10 +32,18 @@ def positive_number(text: str) -> float:
 
 
 def architecture(text: str) -> str:
-    """The name of an architecture from Volta on."""
-    found = re.fullmatch(r"sm_(\d{2,3})[af]?", text)
-    if found is None or int(found[1]) < 70:
+    """The name of an architecture of a generation from Volta to the newest that is known."""
+    majors = {capability_of(name)[0] for name in KNOWN_ARCHITECTURES}
+    if re.fullmatch(r"sm_\d{2,3}[af]?", text) is None or capability_of(text)[0] not in majors:
+        first, last = KNOWN_ARCHITECTURES[0], KNOWN_ARCHITECTURES[-1]
         raise argparse.ArgumentTypeError(
-            f"expected an architecture from sm_70 on, such as sm_80 or sm_90a, got {text!r}"
+            f"expected an architecture from {first} to {last}, such as sm_80 or sm_90a, got {text!r}"
         )
     return text
+
+
+def picture(text: str) -> Path:
+    """The path of a picture, whose end says its format."""
+    if Path(text).suffix.lower() not in PICTURES:
+        raise argparse.ArgumentTypeError(f"expected a file that ends in {', '.join(PICTURES)}, got {text!r}")
+    return Path(text)

@@ -20,8 +20,8 @@ from cuflash.plan import listing, sm90_listing
 from cuflash.plan.config import KernelConfig
 from cuflash.problem.attention_problem import DTYPES
 from cuflash.problem.fp8 import FP8
-from cuflash.tools.arguments import positive
-from cuflash.tools.info import first_line
+from cuflash.tools.arguments import architecture, positive
+from cuflash.tools.info import compiler_lacking
 
 JOBS = min(8, os.cpu_count() or 1)
 _DTYPES = (*DTYPES, FP8)
@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--arch",
         nargs="+",
+        type=architecture,
         metavar="sm_XX",
         help="compile for these architectures without a GPU and print registers, spills and shared memory",
     )
@@ -48,17 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Return 0 if every kernel compiled, without spills where these show; 1 if not; 2 if something is missing."""
-    try:
-        import cupy
+    if lacking := compiler_lacking("compile"):
+        print(lacking, file=sys.stderr)
+        return 2
+    import cupy
 
-        cupy.cuda.nvrtc.getVersion()
-    except ImportError:
-        print('cuflash compile needs CuPy: pip install "cuflash[cuda13]"', file=sys.stderr)
-        return 2
-    except Exception as error:  # whatever CuPy raises where a library cannot be loaded
-        words = f'needs NVRTC, which CuPy does not find: pip install "cuflash[cuda13]" ({first_line(error)})'
-        print(f"cuflash compile {words}", file=sys.stderr)
-        return 2
     if args.arch:
         unknown = unknown_architectures(args.arch)
         if unknown:

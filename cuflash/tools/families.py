@@ -1,77 +1,64 @@
-"""The kernels that a problem takes on a named architecture, in the order in which the GPU path asks the families."""
+"""The kernels that run on a GPU, in a sentence for each pass.
+
+They are the chosen ones of the list of candidates, so that `info` says one thing in both places.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
-from cuflash.hardware import capability_of, num_sms, smem_limit
-from cuflash.plan import sm80_backward, sm80_forward, sm80_kinds, sm80_wide, sm90_backward, sm90_forward
-from cuflash.plan import split as plan_split
-from cuflash.plan.config import KernelConfig, of_half
-from cuflash.plan.portable import key_kernels, plan
+from cuflash.plan.config import KernelConfig
+from cuflash.plan.entries import file_of
+from cuflash.plan.split import SplitConfig
 from cuflash.problem.attention_problem import AttentionProblem
-from cuflash.tools import reasons
-from cuflash.tools.reasons import BY_HALVES
+from cuflash.tools.candidates import BACKWARD, FORWARD, Candidate, Gpu
+from cuflash.tools.reasons import BY_HALVES, WHERE_UNALIGNED, exactness_of, flags_in_words
 
-_CARD = ""  # a card of the architecture that is none of those with rules of their own
+_OF_BIAS = "bias"  # the gradient of a bias has kernels of its own, whose names have this word
 
 
-def on_architecture(problem: AttentionProblem, arch: str, aligned: bool) -> dict[str, str]:
-    """A sentence for each pass; `aligned` says that addresses and strides are multiples of 16 bytes."""
+def on_gpu(problem: AttentionProblem, gpu: Gpu, found: Sequence[Candidate]) -> dict[str, str]:
+    """Return a sentence for each pass over a problem, of whose candidates `found` on that GPU the chosen ones run."""
+    kernels = {direction: _chosen(found, direction) for direction in (FORWARD, BACKWARD)}
+    of_bias = [config for config in kernels[BACKWARD] if _OF_BIAS in config.entry]
+    others = [config for config in kernels[BACKWARD] if _OF_BIAS not in config.entry]
     in_order = "; results repeat to the bit" if problem.deterministic else ""
-    passes = {"forward": _forward(problem, arch, aligned), "backward": _backward(problem, arch, aligned) + in_order}
-    if problem.bias is not None:
-        passes["gradient of a bias"] = _of_bias(problem, arch, aligned)
-    return {f"{name} on {arch}": words for name, words in passes.items()}
+    passes = {FORWARD: _in_words(problem, kernels[FORWARD]), BACKWARD: _in_words(problem, others) + in_order}
+    if of_bias:
+        passes["gradient of a bias"] = _in_words(problem, of_bias)
+    elif problem.bias is not None:
+        passes["gradient of a bias"] = f"by the kernels of the {BACKWARD} pass"
+    return {f"{name} on {gpu.arch}": words for name, words in passes.items()}
 
 
-def _place(arch: str, aligned: bool) -> tuple[bool, tuple[int, int], int]:
-    return aligned, capability_of(arch), smem_limit(arch)
+def _chosen(found: Sequence[Candidate], direction: str) -> list[KernelConfig]:
+    """Return the configurations of a pass that run, in order."""
+    own = [candidate for candidate in found if candidate.direction == direction and candidate.is_chosen]
+    return [kernel.config for candidate in own for kernel in candidate.kernels]
 
 
-def _forward(problem: AttentionProblem, arch: str, aligned: bool) -> str:
-    place = _place(arch, aligned)
-    if place[1] == (9, 0) and aligned and not sm90_forward.obstacle(problem):
-        return reasons.forward_sm90(problem)
-    for own, words in ((problem, ""), (of_half(problem), BY_HALVES)):
-        if place[1] == (9, 0) and plan_split.forward(own):
-            return reasons.forward_split(problem)
-        configs = sm80_forward.forward(own, *place) or sm80_wide.forward(own, *place)
-        if configs and sm80_kinds.pays(own, _CARD, False):
-            return _by_mma(configs[0]) + words
-    return _portable(problem, arch, "forward")
-
-
-def _backward(problem: AttentionProblem, arch: str, aligned: bool) -> str:
-    place = _place(arch, aligned)
-    if alone := sm80_backward.all_keys(problem, *place, num_sms=num_sms(arch)):
-        return _by_mma(*alone[0])
-    if place[1] == (9, 0):
-        if aligned and not sm90_backward.obstacle(problem):
-            return reasons.backward_sm90(problem)
-        if plan_split.backward(problem):
-            return reasons.backward_split(problem)
-    passes: tuple[Any, ...] = sm80_backward.backward(problem, *place)
-    if not passes and sm80_kinds.pays(problem, _CARD, True):
-        passes = sm80_wide.backward(problem, *place)
-    return _by_mma(*passes[0]) if passes else _portable(problem, arch, "backward_dq", *key_kernels(problem))
-
-
-def _of_bias(problem: AttentionProblem, arch: str, aligned: bool) -> str:
-    configs = sm80_backward.of_bias(problem, *_place(arch, aligned)) if sm80_kinds.pays(problem, _CARD, True) else ()
-    return _by_mma(configs[0]) if configs else _portable(problem, arch, "backward_bias")
-
-
-def _by_mma(*configs: KernelConfig) -> str:
-    return _in_words("mma.sync (tensor cores)", *configs)
-
-
-def _portable(problem: AttentionProblem, arch: str, *entries: str) -> str:
-    configs = [plan(problem, entry, smem_limit(arch))[0] for entry in entries]
-    return _in_words("portable kernel (no tensor cores)", *configs)
-
-
-def _in_words(family: str, *configs: KernelConfig) -> str:
-    kernels = ", ".join(f"{config.entry} {config.tile}" for config in configs)
+def _in_words(problem: AttentionProblem, configs: Sequence[KernelConfig]) -> str:
+    each = list(dict.fromkeys((config.entry, config.tile) for config in configs))
+    is_halved = [config.entry for config in configs[:2]] == [configs[0].entry] * 2 and "forward" in configs[0].entry
+    first = configs[0]
     most = max(config.smem_bytes for config in configs)
-    return f"{family}, tiles of {kernels}, {most} bytes of shared memory: {configs[0].flags}"
+    return (
+        f"{_family(first)}, tiles of {', '.join(f'{entry} {tile}' for entry, tile in each)}, {most} bytes of shared "
+        f"memory: {flags_in_words(first, problem)}{BY_HALVES if is_halved else ''}"
+        f"{WHERE_UNALIGNED if _has_maps(first) else ''}"
+    )
+
+
+def _family(config: KernelConfig) -> str:
+    if isinstance(config, SplitConfig):
+        return f"wgmma and TMA (NVRTC from 12.9 on), {exactness_of(config)}"
+    if _has_maps(config):
+        return "wgmma and TMA (NVRTC from 12.9 on)"
+    if "sm80" in file_of(config.entry):
+        return "mma.sync (tensor cores)"
+    return "portable kernel (no tensor cores)"
+
+
+def _has_maps(config: KernelConfig) -> bool:
+    """Return True if TMA reads the inputs themselves, whose addresses it wants aligned."""
+    return file_of(config.entry).startswith("sm90/")

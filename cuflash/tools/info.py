@@ -23,10 +23,12 @@ from cuflash.plan.portable import PortableConfig, key_kernels, plan
 from cuflash.problem.attention_problem import HALF_DTYPES, AttentionProblem
 from cuflash.tools import candidates, problems, reasons
 from cuflash.tools.arguments import architecture
-from cuflash.tools.families import on_architecture
+from cuflash.tools.families import on_gpu
 
 # One of each kind: Turing, A100, consumer cards, Hopper, data-centre Blackwell.
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_90a", "sm_100")
+_ON_CPU = {"on the CPU": "NumPy, tiled"}
+_ASK = "not from here; --arch sm_80 sm_90a, say, tells which kernels a problem takes there"
 DEMO_NEEDS = ("matplotlib", "threadpoolctl", "tqdm")
 _PACKAGES = ("numpy", "cupy-cuda12x", "cupy-cuda13x", "ml_dtypes", "torch", "jax")
 
@@ -59,10 +61,12 @@ def run(args: argparse.Namespace) -> int:
         return 2
     problem = problems.problem_of(args)
     facts = {"cuflash": __version__, "python": platform.python_version(), **versions(_PACKAGES), **_gpu()}
-    chosen = _chosen(args, problem)
     lacks = missing()
-    gpus = _gpus(args)
+    # Where nothing can be compiled, kernels are of interest to those alone who ask for them.
+    of_cpu = not (args.json or args.arch or args.strides == "unaligned") and ("CuPy" in lacks or "NVRTC" in lacks)
+    gpus = [] if of_cpu else _gpus(args)
     found = {gpu.arch: candidates.candidates_of(problem, gpu) for gpu in gpus}
+    chosen = {**_ON_CPU, "on a GPU": _ASK} if of_cpu else _chosen(args, problem, gpus, found)
     refused = [refusal._asdict() for refusal in dict.fromkeys(refusals.every())]
     if args.json:
         of_each = {arch: [candidate.as_json() for candidate in own] for arch, own in found.items()}
@@ -174,15 +178,21 @@ def _gpu() -> dict[str, str]:
     return {"nvrtc": nvrtc, "driver's CUDA": f"{driver // 1000}.{driver % 1000 // 10}", **gpus}
 
 
-def _chosen(args: argparse.Namespace, problem: AttentionProblem) -> dict[str, str]:
-    architectures = args.arch or (ARCHITECTURES if args.strides == "unaligned" else ())
-    if architectures:
-        found = {"on the CPU": "NumPy, tiled"}
-        for arch in architectures:
-            found |= on_architecture(problem, arch, args.strides == "aligned")
-        return found
+def _chosen(
+    args: argparse.Namespace,
+    problem: AttentionProblem,
+    gpus: list[candidates.Gpu],
+    found: dict[str, list[candidates.Candidate]],
+) -> dict[str, str]:
+    """Return a sentence for each pass; those on `gpus` are of the candidates that were `found` there."""
+    if args.arch:
+        return _ON_CPU | {name: words for gpu in gpus for name, words in on_gpu(problem, gpu, found[gpu.arch]).items()}
+    if args.strides == "unaligned":
+        overview = [candidates.gpu_of(arch, aligned=False) for arch in ARCHITECTURES]
+        each = [on_gpu(problem, gpu, candidates.candidates_of(problem, gpu)) for gpu in overview]
+        return _ON_CPU | {name: words for own in each for name, words in own.items()}
     entries = ["forward", "backward_dq", *key_kernels(problem), *(["backward_bias"] if problem.bias else [])]
-    chosen = {entry: _portable_reason(plan(problem, entry)[0]) for entry in entries}
+    chosen = {entry: _portable_reason(plan(problem, entry)[0], problem) for entry in entries}
     sentences = reasons.forward_sm90, reasons.backward_sm90
     if problem.dtype == "float32":
         sentences = reasons.forward_split, reasons.backward_split
@@ -207,15 +217,16 @@ def _chosen(args: argparse.Namespace, problem: AttentionProblem) -> dict[str, st
         configs = sm80_backward.of_bias(problem, True, capability_of("sm_80"), smem_limit("sm_80"))
         of_bias = f"mma.sync, {configs[0].entry} {configs[0].tile} on sm_80" if configs else "portable kernel"
         mma["gradient of a bias on tensor cores"] = of_bias
-    return {"on the CPU": "NumPy, tiled", **hopper, **mma, **chosen}
+    return {**_ON_CPU, **hopper, **mma, **chosen}
 
 
-def _portable_reason(config: PortableConfig) -> Any:
+def _portable_reason(config: PortableConfig, problem: AttentionProblem) -> Any:
+    options = reasons.flags_in_words(config, problem)
     in_slices = f" for {config.slice_columns} columns of the results at a time" if config.slice_columns else ""
     return (
         f"portable kernel (runs on every GPU from sm_70 on, no tensor cores), tiles of {config.block_m} queries x "
         f"{config.block_n} keys{in_slices}, {config.smem_bytes} bytes of shared memory: "
-        f"{config.accum} arithmetic for {config.element} arrays{', ' + config.flags if config.flags != 'plain' else ''}"
+        f"{config.accum} arithmetic for {config.element} arrays{', ' + options if options != 'plain' else ''}"
     )
 
 
@@ -237,6 +248,13 @@ def missing() -> dict[str, str]:
     import cupy
 
     return lacks | _of_cupy(cupy)
+
+
+def compiler_lacking(command: str) -> str:
+    """Say what a command that compiles kernels lacks, and how to get it; empty if it lacks nothing."""
+    lacks = missing()
+    need = next((name for name in ("CuPy", "NVRTC") if name in lacks), None)
+    return "" if need is None else f"cuflash {command} needs {need}: {lacks[need]}"
 
 
 def _absent(name: str) -> bool:

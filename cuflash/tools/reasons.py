@@ -7,6 +7,7 @@ from cuflash.plan import (
     sm80_backward,
     sm80_forward,
     sm80_fp8,
+    sm80_splits,
     sm80_wide,
     sm90_backward,
     sm90_codes,
@@ -14,14 +15,17 @@ from cuflash.plan import (
     sm90_fp8,
     split,
 )
-from cuflash.plan.config import not_taken, of_half
+from cuflash.plan.config import KernelConfig, not_taken, of_half
+from cuflash.plan.entries import file_of
 from cuflash.plan.record import AMPERE
 from cuflash.plan.sm80_kinds import FLOAT64, HALF_RATE, PARTS_OF, kind_of, pays
 from cuflash.problem.attention_problem import AttentionProblem
+from cuflash.tools import candidates
 
 BY_HALVES = "; half of v's columns at a time"  # of a forward pass that runs once for each
 OTHER_GPUS = "as on other GPUs"  # where other kernels run
-_MASK_OF_VECTORS = (0, 0, 0, 1), (1, 1, 1, 16)  # strides and shape of a mask that is read 16 keys at a time
+WHERE_UNALIGNED = f"; {OTHER_GPUS} where an address or a stride of an input is no multiple of 16 bytes"
+_HOPPER = "sm_90a"
 # These words tell users how each kind multiplies, and with which error.
 _PRODUCTS = {
     "float32": "float16 parts, float32's error",
@@ -30,26 +34,38 @@ _PRODUCTS = {
 }
 
 
+def flags_in_words(config: KernelConfig, problem: AttentionProblem) -> str:
+    """Return the options that a kernel has compiled in, by the names that users give them."""
+    is_causal = problem.window_left is None and problem.window_right == 0
+    return config.flags.replace("window", "causal", 1) if is_causal and config.has_window else config.flags
+
+
 def forward_sm90(problem: AttentionProblem) -> str:
     """A sentence for users: the kernel that a forward pass takes on Hopper, and why."""
-    if sm90_forward.obstacle(problem):
-        return f"{OTHER_GPUS}: {sm90_forward.obstacle(problem)}"
-    config = sm90_forward.config_for(problem)
-    return (
-        f"wgmma and TMA (NVRTC from 12.9 on), tiles of {config.tile}, {config.smem_bytes} bytes of shared memory: "
-        f"{config.flags}; {OTHER_GPUS} where an address or a stride of q, k or v is no multiple of 16 bytes"
-    )
+    return _on_hopper(problem, candidates.FORWARD, sm90_forward.obstacle(problem))
 
 
 def backward_sm90(problem: AttentionProblem) -> str:
     """A sentence for users: the kernels that a backward pass takes on Hopper, and why."""
-    if sm90_backward.obstacle(problem):
-        return f"{OTHER_GPUS}: {sm90_backward.obstacle(problem)}"
-    config = (sm90_backward.backward(problem, ()) or sm90_backward.backward(problem, (), mask=_MASK_OF_VECTORS))[0]
+    return _on_hopper(problem, candidates.BACKWARD, sm90_backward.obstacle(problem))
+
+
+def _on_hopper(problem: AttentionProblem, direction: str, obstacle: str) -> str:
+    if obstacle:
+        return f"{OTHER_GPUS}: {obstacle}"
+    config = _first(problem, direction, _HOPPER)
+    if not file_of(config.entry).startswith("sm90/"):
+        return f"{OTHER_GPUS}: {config.entry} {config.tile} is faster"
     return (
-        f"wgmma and TMA, tiles of {config.tile}, {config.smem_bytes} bytes of shared memory: {config.flags}; "
-        f"{OTHER_GPUS} where an address or a stride of an input is no multiple of 16 bytes"
+        f"wgmma and TMA (NVRTC from 12.9 on), tiles of {config.tile}, {config.smem_bytes} bytes of shared memory: "
+        f"{flags_in_words(config, problem)}{WHERE_UNALIGNED}"
     )
+
+
+def _first(problem: AttentionProblem, direction: str, arch: str) -> KernelConfig:
+    """Return the first kernel of a pass that runs on the usual card of an architecture."""
+    found = candidates.candidates_of(problem, candidates.gpu_of(arch))
+    return next(own.kernels[0].config for own in found if own.direction == direction and own.is_chosen)
 
 
 def fp8_sm90(problem: AttentionProblem) -> str:
@@ -59,19 +75,19 @@ def fp8_sm90(problem: AttentionProblem) -> str:
     config = sm90_fp8.forward(problem, ())[0]
     return (
         f"wgmma on e4m3 codes and TMA, tiles of {config.tile}, {config.smem_bytes} bytes of shared memory: "
-        f"{config.flags}; as on other GPUs where an address or a stride of q, k or v is no multiple of 16 bytes"
+        f"{flags_in_words(config, problem)}{WHERE_UNALIGNED}"
     )
 
 
 def codes_sm90(problem: AttentionProblem) -> str:
     """A sentence for users: the kernel that 16-bit queries over e4m3 keys take on Hopper, and why."""
-    found = sm90_codes.forward(problem, (), num_sms=num_sms("sm_90a"))
+    found = sm90_codes.forward(problem, (), num_sms=num_sms(_HOPPER))
     if not found:
         return f"as on other GPUs: {sm90_codes.obstacle(problem)}"
     config, _ = found[0]
     return (
         f"wgmma on elements that are made of e4m3 codes, tiles of {config.tile}, {config.smem_bytes} bytes of shared "
-        f"memory: {config.flags}; as on other GPUs where an address or a stride of q, k or v is no multiple of 16 bytes"
+        f"memory: {flags_in_words(config, problem)}{WHERE_UNALIGNED}"
     )
 
 
@@ -79,23 +95,25 @@ def forward_split(problem: AttentionProblem) -> str:
     """A sentence for users on the forward kernel; empty where other kernels run."""
     whole = split.forward(problem)
     configs = whole or split.forward(of_half(problem))
-    return _split_in_words(configs[0].tile, configs[0]) + ("" if whole else BY_HALVES) if configs else ""
+    return _split_in_words(problem, configs[0].tile, configs[0]) + ("" if whole else BY_HALVES) if configs else ""
 
 
 def backward_split(problem: AttentionProblem) -> str:
     """A sentence for users on the gradient kernels; empty where other kernels run."""
     configs = next(iter(split.backward(problem)), ())
-    return (
-        _split_in_words(", ".join(f"{config.entry} {config.tile}" for config in configs), *configs) if configs else ""
-    )
+    tiles = ", ".join(f"{config.entry} {config.tile}" for config in configs)
+    return _split_in_words(problem, tiles, *configs) if configs else ""
 
 
-def _split_in_words(tiles: str, *configs: split.SplitConfig) -> str:
-    parts = configs[0].parts
-    exactness = "one product of float16 each, TF32's error" if parts == 1 else "float16 parts, float32's error"
+def _split_in_words(problem: AttentionProblem, tiles: str, *configs: split.SplitConfig) -> str:
     smem_bytes = max(config.smem_bytes for config in configs)
-    limits = f"tiles of {tiles}, {smem_bytes} bytes of shared memory: {configs[0].flags}"
-    return f"wgmma and TMA (NVRTC from 12.9 on), {exactness}, {limits}"
+    limits = f"tiles of {tiles}, {smem_bytes} bytes of shared memory: {flags_in_words(configs[0], problem)}"
+    return f"wgmma and TMA (NVRTC from 12.9 on), {exactness_of(configs[0])}, {limits}"
+
+
+def exactness_of(config: split.SplitConfig) -> str:
+    """Say how float16 parts multiply, and with which error."""
+    return "one product of float16 each, TF32's error" if config.parts == 1 else "float16 parts, float32's error"
 
 
 def forward_sm80(problem: AttentionProblem) -> str:
@@ -112,10 +130,9 @@ def forward_sm80(problem: AttentionProblem) -> str:
         if problem.dtype in sm80_forward.dtypes((7, 5))
         else f"; portable kernel on sm_75, which multiplies no {problem.dtype}"
     )
-    tiles = {
-        name: sm80_forward.forward(problem, True, capability_of(name), smem_limit(name)) for name in ("sm_80", "sm_86")
-    }
-    in_words = ", ".join(f"{configs[0].tile} on {name}" for name, configs in tiles.items() if configs)
+    places = {name: (True, capability_of(name), smem_limit(name)) for name in ("sm_80", "sm_86")}
+    taken = [name for name, place in places.items() if sm80_forward.forward(problem, *place)]
+    in_words = ", ".join(f"{_first(whole, candidates.FORWARD, name).tile} on {name}" for name in taken)
     return f"mma.sync, tiles of {in_words}{'' if problem is whole else BY_HALVES}{older}"
 
 
@@ -128,14 +145,20 @@ def backward_sm80(problem: AttentionProblem) -> str:
             own_options = not_taken(sm80_backward.HANDLES, problem)
             lacking = f"with {own_options}" if own_options else f"for {problem.dtype} of this size"
             return f"portable kernels: mma.sync has none {lacking}"
-        tiles.append(f"{chosen[0][0].tile} on {name}")
+        tiles.append(f"{_first(problem, candidates.BACKWARD, name).tile} on {name}")
     return f"mma.sync, tiles of {', '.join(tiles)}"
+
+
+def _as_tiled(problem: AttentionProblem) -> AttentionProblem:
+    """Return the problem as tiles of mma.sync see it, in which query heads may be rows."""
+    return sm80_splits.with_heads_as_rows(problem) if sm80_splits.heads_are_rows(problem) else problem
 
 
 def fp8_sm80(problem: AttentionProblem) -> str:
     """A sentence for users: the forward kernels that a problem on e4m3 keys takes."""
     if not_taken(sm80_fp8.HANDLES, problem):
         return f"converted to float32: mma.sync on e4m3 has none with {not_taken(sm80_fp8.HANDLES, problem)}"
+    problem = _as_tiled(problem)
     tiles = {
         name: sm80_fp8.forward(problem, True, capability_of(name), smem_limit(name)) for name in ("sm_80", "sm_89")
     }
@@ -167,5 +190,5 @@ def _wide_tiles(problem: AttentionProblem, gradients: bool, name: str) -> str:
     place = True, capability_of(name), smem_limit(name)
     if gradients:
         return ", ".join(f"{c.entry} {c.tile}" for c in next(iter(sm80_wide.backward(problem, *place)), ()))
-    whole, half = (sm80_wide.forward(p, *place) for p in (problem, of_half(problem)))
+    whole, half = (sm80_wide.forward(_as_tiled(p), *place) for p in (problem, of_half(problem)))
     return f"{(whole or half)[0].entry} {(whole or half)[0].tile}{'' if whole else BY_HALVES}" if half else ""

@@ -32,7 +32,7 @@ from cuflash.tools.bench.cells import RANDOM, Grid, cells_of
 from cuflash.tools.bench.clock import GraphStopwatch, Stopwatch
 from cuflash.tools.candidates import DIRECTIONS, FORWARD, Candidate, Gpu
 from cuflash.tools.compile import JOBS, in_parallel, unknown_architectures
-from cuflash.tools.info import first_line, missing
+from cuflash.tools.info import compiler_lacking, first_line
 
 ROUNDS, COUNT = 5, 20
 BUDGET_MS = 20.0  # of one candidate in one round
@@ -161,10 +161,8 @@ def _error_of(args: argparse.Namespace) -> str:
     """Say in a sentence what is missing, or what contradicts itself; empty if nothing does."""
     if args.output and (reason := _unwritable(args.output)):
         return f"--output: expected a file that can be written, got {args.output}: {reason}"
-    lacks = missing()
-    need = next((name for name in ("CuPy", "NVRTC") if name in lacks), None)
-    if need is not None:
-        return f"cuflash tune needs {need}: {lacks[need]}"
+    if lacking := compiler_lacking("tune"):
+        return lacking
     if args.compile_only:
         return unknown_architectures([args.arch]) if args.arch else ""
     device = candidates.device_here()

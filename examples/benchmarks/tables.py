@@ -346,6 +346,8 @@ def draw(recorded: Sequence[Recorded], path: Path) -> None:
             panel.set_title(f"{direction}, head dim {head_dim}", fontsize=10)
             panel.grid(alpha=0.3)
         line[0].set_ylabel("TFLOP/s")
+    for panel in panels[-1]:
+        panel.set_xlabel("sequence length")
     curves.legend_below(figure, panels[0, 0], 3)
     figure.suptitle("bfloat16 on an H200, over the sequence length", fontsize=11)
     curves.save(figure, path)

@@ -21,6 +21,21 @@ LIBRARIES = ("torch", "jax", "autograd", "mygrad", "thinc")
 DIFFERENTIABLE = ("q", "k", "v", "bias", "sink", "alibi_slopes", "table")
 
 
+@pytest.mark.parametrize("name", ["autograd", "mygrad"])
+def test_arrays_of_a_graph_are_told_of_the_adapter(name: str) -> None:
+    library = pytest.importorskip(name)
+    met = []
+
+    def loss(x: Array) -> Array:
+        met.append(x)
+        return (x * x).sum()
+
+    x = np.ones((1, 2, 1, 4))
+    _ = library.elementwise_grad(loss)(x) if name == "autograd" else loss(library.tensor(x))
+    with pytest.raises(TypeError, match=f"q: .* of {name}: use attention of cuflash.adapters.{name}"):
+        cuflash.attention(met[0], x, x)
+
+
 def relative(s: Array, b: Array, h: Array, i: Array, j: Array, table: Array, step: Array) -> Array:
     return s + table[h, np.clip(j - i, -4, 4) + 4] + step
 

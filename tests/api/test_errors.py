@@ -187,6 +187,16 @@ OPTIONS: dict[str, Row] = {
     "block mask array": ({"block_mask": zeros(6, 8, dtype="bool")}, TypeError, ("block_mask", "BlockMask", "ndarray")),
     "block mask keys": ({"block_mask": block_mask(6, 9)}, ValueError, ("block_mask", "(2, 4, 6, 8)", "(1, 1, 6, 9)")),
     "block mask kv heads": ({"block_mask": block_mask(2, 6, 8)}, ValueError, ("block_mask", "(1, 2, 6, 8)")),
+    "block mask of B, H, Q, K": (
+        {"block_mask": block_mask(6, 8, 2, 4)},
+        ValueError,
+        ("where (batch, num_heads_q, seqlen_q, seqlen_k) is (2, 4, 6, 8)", "takes seqlen_q and seqlen_k before batch"),
+    ),
+    "operands alone": (
+        {"operands": (zeros(3),)},
+        ValueError,
+        ("operands: expected a score_mod or a mask_mod", "got 1 operands and neither function"),
+    ),
     "block mask batch": ({"block_mask": block_mask(3, 4, 6, 8)}, ValueError, ("block_mask", "(3, 4, 6, 8)")),
     "deterministic": ({"deterministic": "yes"}, TypeError, ("deterministic", "bool", "str")),
     "deterministic number": ({"deterministic": 0}, TypeError, ("deterministic", "bool", "int")),

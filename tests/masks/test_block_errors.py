@@ -40,6 +40,21 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         "bools .* got dtype int64",
     ),
+    "and of conditions": (
+        lambda: Untyped.from_function(lambda b, h, i, j: i >= j and j > 2, 30, 40),
+        TypeError,
+        "function: expected conditions .* combined by &, . and ~.* np.where",
+    ),
+    "a chain": (lambda: Untyped.from_function(lambda b, h, i, j: 2 < j < i, 30, 40), TypeError, "chained comparisons"),
+    "an if": (lambda: Untyped.from_function(lambda b, h, i, j: i if j > 2 else j, 30, 40), TypeError, "np.where"),
+    "order of FlexAttention": (
+        lambda: Untyped.from_function(lambda b, h, i, j: i >= j, None, None, 64, 64),
+        TypeError,
+        r"seqlen_q: expected an integer, got None: lengths come first, as in from_function\(function, seqlen_q",
+    ),
+    "truth": (lambda: bool(Untyped.fixed(8, 2, 1)), TypeError, "bool: expected &, . or ~ .* is not None"),
+    "and in place of &": (lambda: Untyped.fixed(8, 2, 1) and Untyped.fixed(8, 2, 1), TypeError, "bool: expected &"),
+    "not in place of ~": (lambda: not Untyped.fixed(8, 2, 1), TypeError, "bool: expected &"),
     "shape": (
         lambda: Untyped.from_function(lambda b, h, i, j: np.ones((2, 2), bool), 3, 4),
         ValueError,

@@ -118,7 +118,7 @@ def test_from_function(seqlen_q: int, seqlen_k: int, batch: int, heads: int, blo
         expected = np.broadcast_to(rule(b, h, i, j), (batch, heads, seqlen_q, seqlen_k))
         np.testing.assert_array_equal(dense_of(bm), expected)
     # The head is also an index of Python's lists.
-    bm = BlockMask.from_function(rules[-1], seqlen_q, seqlen_k, heads=heads)
+    bm = BlockMask.from_function(rules[-1], seqlen_q, seqlen_k, batch=None, heads=heads)
     assert (dense_of(bm) == (np.arange(heads) == 1)[:, None, None]).all()
 
 

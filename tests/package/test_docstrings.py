@@ -3,27 +3,68 @@
 from __future__ import annotations
 
 import doctest
+import inspect
+from importlib import import_module
+from operator import attrgetter
 from typing import Any
 
 import pytest
 
 import cuflash
+from cuflash.cache import Step
 
 NAMES = [name for name in cuflash.__all__ if name != "__version__"]
-FURTHER = {
-    "distributed": ("threads", "shard", "ring_attention_vjp"),
-    "offload": ("attention", "attention_vjp"),
-    **dict.fromkeys(("adapters.torch", "adapters.jax", "adapters.autograd"), ("attention", "attention_varlen")),
-    **dict.fromkeys(("adapters.mygrad", "adapters.thinc"), ("attention", "attention_varlen")),
-}
-CASES = [("", name) for name in NAMES] + [(module, name) for module, names in FURTHER.items() for name in names]
+MODULES = ("conversions", "distributed", "offload", "rules")
+# These wait for other processes, or are what others inherit from.
+WITHOUT = {"from_environment", "Communicator"}
+OF_LIBRARY = [(f"adapters.{x}", y) for x in ("torch", "jax", "autograd", "mygrad", "thinc") for y in ("", "_varlen")]
+CASES = [
+    *(("", name) for name in NAMES),
+    *((module, name) for module in MODULES for name in dir(getattr(cuflash, module)) if name not in WITHOUT),
+    *((module, f"attention{form}") for module, form in OF_LIBRARY),
+]
+
+
+def methods_of(owner: type) -> list[str]:
+    """Return the public methods of a class that are functions, those for its maker left out."""
+    internal = {"refill", "rename"}
+    names = [name for name in dir(owner) if not name.startswith("_") and name not in internal]
+    return [name for name in names if callable(inspect.getattr_static(owner, name)) or is_of_class(owner, name)]
+
+
+def is_of_class(owner: type, name: str) -> bool:
+    return isinstance(inspect.getattr_static(owner, name), (classmethod, staticmethod))
+
+
+def check(name: str, docstring: str | None) -> None:
+    example = doctest.DocTestParser().get_doctest(docstring or "", {}, name, None, None)
+    assert example.examples, "there is no example"
+    assert doctest.DocTestRunner(verbose=False).run(example).failed == 0
 
 
 @pytest.mark.parametrize(("module", "name"), CASES)
 def test_example(module: str, name: str) -> None:
     if module.startswith("adapters"):
         pytest.importorskip(module.rpartition(".")[2])
-    owner: Any = pytest.importorskip(f"cuflash.{module}") if module else cuflash
-    example = doctest.DocTestParser().get_doctest(getattr(owner, name).__doc__, {}, name, None, None)
-    assert example.examples, "there is no example"
-    assert doctest.DocTestRunner(verbose=False).run(example).failed == 0
+    owner: Any = import_module(f"cuflash.{module}") if module else cuflash
+    check(name, attrgetter(name)(owner).__doc__)
+
+
+METHODS = [(owner, name) for owner in (cuflash.BlockMask, cuflash.PagedCache, Step) for name in methods_of(owner)]
+
+
+@pytest.mark.parametrize(("owner", "name"), METHODS, ids=[f"{owner.__name__}.{name}" for owner, name in METHODS])
+def test_example_of_a_method(owner: type, name: str) -> None:
+    check(name, getattr(owner, name).__doc__)
+
+
+def test_methods_are_found() -> None:
+    names = {(owner.__name__, name) for owner, name in METHODS}
+    assert {("BlockMask", "from_dense"), ("BlockMask", "draw"), ("PagedCache", "fork"), ("Step", "attend")} <= names
+
+
+def test_help_of_the_package_names_the_functions() -> None:
+    check("cuflash", cuflash.__doc__)
+    assert all(
+        f"`{name}`" in str(cuflash.__doc__) for name in ("attention", "attention_vjp", "BlockMask", "PagedCache")
+    )

@@ -21,7 +21,7 @@ from cuflash.cuda import refusals
 from cuflash.gpu.ahead import Rehearsal
 from cuflash.gpu.kernels import source_of
 from cuflash.hardware import smem_limit
-from cuflash.tools import candidates, problems, tune
+from cuflash.tools import candidates, info, problems, tune
 from cuflash.tools.bench import clock as clocks
 
 COMPILER = "sm_80, NVRTC 1.2, driver 3"
@@ -72,6 +72,44 @@ def test_info_predicts_what_hopper_compares(capsys: pytest.CaptureFixture[str]) 
     assert {own["predicted_us"] for own in listed(capsys, *given, "--softcap")["sm_90a"]} == {None}
     weights = [own["relative_weight"] for own in listed(capsys, "--dtype", "float16", "--arch", "sm_80")["sm_80"]]
     assert weights[0] == 1 and max(weights) > 1.5
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "--head-dim 128 --heads 16 --seqlen 2048 --causal",
+        "--head-dim 128 --heads 16 --seqlen 2048 --bias",
+        "--seqlen 1 --seqlen-k 30000 --heads 8 --heads-kv 2",
+        "--batch 64 --heads 4 --seqlen 100 --softcap --deterministic",
+        "--dtype float32 --mask --block-mask",
+    ],
+)
+def test_info_says_one_thing_in_both_places(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The sentence on a pass names the kernels that the list of candidates says to run."""
+    arguments = ["--dtype", "bfloat16", *given.split()]
+    for arch in ("sm_75", "sm_80", "sm_90a", "sm_120"):
+        assert main(["info", "--json", *arguments, "--arch", arch]) == 0
+        found = json.loads(capsys.readouterr().out)
+        for direction in ("forward", "backward"):
+            words = found["kernels"][f"{direction} on {arch}"] + found["kernels"].get(
+                f"gradient of a bias on {arch}", ""
+            )
+            own = [x for x in found["candidates"][arch] if x["direction"] == direction and x["chosen"]]
+            assert own and all(f"{kernel['entry']} {kernel['tile']}" in words for x in own for kernel in x["kernels"])
+    assert main(["info", "--json", *arguments]) == 0
+    found = json.loads(capsys.readouterr().out)
+    if "float32" not in given:
+        (own,) = (x for x in found["candidates"]["sm_90a"] if x["direction"] == "forward" and x["chosen"])
+        assert f"tiles of {own['kernels'][0]['tile']}," in found["kernels"]["forward on Hopper"]
+
+
+def test_info_says_causal_and_window_as_they_were_given(capsys: pytest.CaptureFixture[str]) -> None:
+    for given, other in (("causal", "window"), ("window", "causal")):
+        for arch in ([], ["--arch", "sm_75", "sm_80", "sm_90a"]):
+            for dtype in ("float16", "float32", "float64"):
+                assert main(["info", "--json", "--dtype", dtype, f"--{given}", *arch]) == 0
+                words = " ".join(json.loads(capsys.readouterr().out)["kernels"].values())
+                assert given in words and other not in words
 
 
 def test_info_tells_candidates_apart_and_what_is_not_known(capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,7 +194,7 @@ def reports(monkeypatch: pytest.MonkeyPatch, *, spilling: str = "") -> list[str]
         return SimpleNamespace(registers=96, local_bytes=40 * spills, seconds=0.5)
 
     monkeypatch.setattr(cuda_compile, "compile_for", compile_for)
-    monkeypatch.setattr(tune, "missing", lambda: {})
+    monkeypatch.setattr(tune, "compiler_lacking", lambda command: "")
     monkeypatch.setattr(tune, "_nvrtc", lambda: "1.2")
     monkeypatch.setattr(tune, "unknown_architectures", lambda names: "")
     return compiled
@@ -361,7 +399,8 @@ def test_tune_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.setattr(candidates, "device_here", lambda: CpuDevice((8, 0)))
     assert main(["tune", "--arch", "sm_90a"]) == 2
     assert "expected sm_80, the GPU here, got sm_90a" in capsys.readouterr().err
-    monkeypatch.setattr(tune, "missing", lambda: {"NVRTC": "kernels are compiled by it"})
+    monkeypatch.undo()
+    monkeypatch.setattr(info, "missing", lambda: {"NVRTC": "kernels are compiled by it"})
     assert main(["tune", "--compile-only"]) == 2
     assert capsys.readouterr().err == "cuflash tune needs NVRTC: kernels are compiled by it\n"
 

@@ -16,7 +16,8 @@ from spilling import Nothing
 import cuflash
 from cuflash.gpu import launch
 from cuflash.problem.attention_problem import DTYPES, AttentionProblem
-from cuflash.tools.families import on_architecture
+from cuflash.tools import candidates
+from cuflash.tools.families import on_gpu
 
 ARCHITECTURES = {"sm_75": (7, 5), "sm_80": (8, 0), "sm_86": (8, 6), "sm_90a": (9, 0), "sm_120": (12, 0)}
 SEQLEN = 128
@@ -79,7 +80,8 @@ def test_the_family_that_is_named_is_launched(dtype: str, dims: tuple[int, int],
         first = 0 if aligned else 1
         arrays = [x[:, :SEQLEN, :, first : first + dim] for x, dim in zip((q, k, v), (dims[0], *dims), strict=True)]
         for arch, capability in ARCHITECTURES.items():
-            words = on_architecture(problem, arch, aligned)
+            gpu = candidates.gpu_of(arch, aligned)
+            words = on_gpu(problem, gpu, candidates.candidates_of(problem, gpu))
             entries = launched(capability, arrays, options)
             for direction in ("forward", "backward"):
                 expected = family_of(entries[direction])

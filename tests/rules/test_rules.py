@@ -306,6 +306,29 @@ def test_a_mask_is_a_bool() -> None:
     assert traced("mask_mod", lambda b, h, i, j: True, (), "float32").is_constant
 
 
+def test_a_score_is_no_bool() -> None:
+    q = np.zeros((1, 2, 1, 4), np.float32)
+    for rule in (lambda s, b, h, i, j: i >= j, lambda s, b, h, i, j: True, lambda s, b, h, i, j: (s > 0) & (i > j)):
+        with pytest.raises(TypeError, match="score_mod: expected the new score, got bool .* belongs into mask_mod"):
+            cuflash.attention(q, q, q, score_mod=rule)
+    cuflash.attention(q, q, q, score_mod=lambda s, b, h, i, j: i - j)  # integers are numbers
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        (lambda s, i, j: s, r"got \(s, i, j\), which takes 3 \("),
+        (lambda s, b, h, i, j, table: s, r"got \(s, b, h, i, j, table\), which takes 6 \("),
+        (lambda s, b, h, i, j, t, u=1: s, "which takes 6 to 7"),
+        (lambda s, b, h, i, j, t, *rest: s, "which takes at least 6"),
+        (lambda s, b, h, i, j, *, t: s, "missing a required"),
+    ],
+)
+def test_the_number_of_a_rules_arguments(rule: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=f"takes 5 values and 0 operands, .*{words}"):
+        traced("score_mod", rule, (), "float32")
+
+
 def test_bad_operands() -> None:
     q = np.zeros((1, 2, 1, 4), np.float32)
     rule: Callable[..., Any] = lambda s, b, h, i, j, *x: s  # noqa: E731

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from cuflash.cpu.threads import BLAS_THREADS
-from cuflash.tools.arguments import positive, positive_number
+from cuflash.tools.arguments import picture, positive, positive_number
 from cuflash.tools.bench import peers, records, report
 from cuflash.tools.bench.cells import BACKWARD, FORWARD, RANDOM, SUITES, Cell, Grid, cells_of
 from cuflash.tools.bench.clock import GraphStopwatch, Stopwatch, Timed
@@ -30,6 +30,7 @@ ROUNDS = 5
 # Cells of a suite, and rounds, that give a first look; each has a fifth of the time.
 QUICK_CELLS, QUICK_ROUNDS, QUICK_BUDGET = 3, 2, 0.2
 GPU_SUITES = tuple(name for name in SUITES if name != "cpu")
+_MOST_NAMES = 12  # of cells that are named before the first is measured
 LISTED = tuple(name for name in GPU_SUITES if name != RANDOM)
 
 
@@ -74,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--unit", choices=("tflops", "ms"), default="tflops", help="of the table (default %(default)s)")
     add("--commit", help="to be recorded, where this is no checkout with git")
     add("--json", type=Path, metavar="FILE", help="write all figures, one line a cell")
-    add("--picture", type=Path, metavar="FILE", help="draw the TFLOP/s as PNG, SVG or PDF")
+    add("--picture", type=picture, metavar="FILE", help="draw the TFLOP/s as PNG, SVG or PDF")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -108,6 +109,7 @@ def run(args: argparse.Namespace) -> int:
             f"warning: on the CPU a cell of {', '.join(for_gpu)} may take minutes and gigabytes: these are for a GPU; "
             "--suite cpu is for here, --quick and smaller --tokens, --width and --seqlen make them shorter"
         )
+    _say(f"{_in_words(cells)}; a line tells when one is done, and at the end the tables come")
     if xp is not np and peers.US in contenders:
         compile_kernels(cells, xp, args.direction, args.compile_jobs)
     begin = time.perf_counter()
@@ -218,6 +220,13 @@ def _chosen_cells(suites: list[str] | None, xp: ModuleType, grid: Grid, quick: b
     if "all" in names:
         names = ["cpu"] if xp is np else list(LISTED)
     return [cell for name in names for cell in _some(cells_of(name, grid), quick)]
+
+
+def _in_words(cells: list[Cell]) -> str:
+    """How many cells there are, and which: all names where these are few."""
+    names = [cell.name for cell in cells]
+    shown = names if len(names) <= _MOST_NAMES else [*names[:_MOST_NAMES], f"and so on, to {names[-1]}"]
+    return f"{len(cells)} {'cell' if len(cells) == 1 else 'cells'}: {', '.join(shown)}"
 
 
 def _some(cells: list[Cell], quick: bool) -> list[Cell]:
