@@ -101,11 +101,12 @@ def forward(work: Work) -> bool:
 def codes_forward(work: Work) -> bool:
     """Do as `forward` for 16-bit queries over e4m3 keys and values, in pages or not."""
     layouts = work.layouts(("q", "k", "v")) if work.device.has_wgmma else None
-    if layouts is None or any(_varies(work, name) for name in ("k_scale", "v_scale")):
+    if layouts is None:
         return False
     check_rows(work.problem)
     tensors = layouts, *(_layout(work, work.arrays.get(x)) for x in ("bias", "mask"))
-    found = sm90_codes.forward(work.problem, *tensors, num_sms=work.device.num_sms)
+    token_scales = any(_varies(work, name) for name in ("k_scale", "v_scale"))
+    found = sm90_codes.forward(work.problem, *tensors, token_scales, num_sms=work.device.num_sms)
     chosen = work.chosen_pass([(Forward(config.entry, config),) for config, _ in found], others_serve=True)
     if not chosen:
         return False

@@ -1,14 +1,15 @@
 """When Hopper's forward kernel on 16 bits takes e4m3 keys and values, under queries of 16 bits.
 
 Its loading warps make elements of 16 bits of the codes that they read (`cuda_src/sm90/forward/page_rows.cuh`), in pages
-or not; tiles are those for pages, which leave such warps registers. All rows of a head share their scales, by which
-products and results are multiplied. Scales of tokens, few queries and block masks are for `sm80_fp8`.
+or not; tiles are those for pages, which leave such warps registers. Few queries and block masks are for `sm80_fp8`.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
+from cuflash.hardware import FLOAT_BYTES, SMEM_ALIGNMENT, SMEM_BYTES, SWIZZLE_BYTES
 from cuflash.kept import kept
 from cuflash.plan import sm90_forward, sm90_grid
 from cuflash.plan.config import has_plain_scores, unknown
@@ -21,6 +22,7 @@ _KNOWN = tuple(flag for flag in (*sm90_forward.HANDLES, "has_fp8") if flag != "h
 # Registers of a thread that loads and decodes, and of one that computes, by the columns of v: results of fewer columns
 # leave more to the loaders, which hold codes on their way.
 _REGISTERS = ((64, (104, 200)), (128, (88, 208)), (256, (72, 216)))
+_BARRIERS = 16  # bytes of the two barriers of a buffer
 Launches = tuple[Sm90ForwardConfig, int]  # a kernel, and the splits of the keys of each of its tiles
 
 
@@ -45,10 +47,14 @@ def forward(
     layouts: tuple[Layout, ...],
     bias: Layout | None = None,
     mask: Layout | None = None,
+    token_scales: bool = False,
     *,
     num_sms: int,
 ) -> tuple[Launches, ...]:
-    """The candidates for a problem whose q, k and v have these `layouts`, at multiples of 16 bytes."""
+    """The candidates for a problem whose q, k and v have these `layouts`, at multiples of 16 bytes.
+
+    `token_scales` says that the rows of a head, or pages, have scales of their own.
+    """
     if obstacle(problem) or not all(expressible(*layout) for layout in layouts):
         return ()
     halves = as_halves(problem)
@@ -61,7 +67,8 @@ def forward(
     if num_splits > 1:
         own = replace(own, splits_keys=True, staging_panels=0)
     found = sm90_forward.candidates(halves, replace(own, pair=1))
-    return tuple((_of_codes(problem, each), num_splits) for each in found)
+    codes = (_of_codes(problem, each, token_scales) for each in found)
+    return tuple((each, num_splits) for each in codes if each.smem_bytes <= SMEM_BYTES)
 
 
 def as_halves(problem: AttentionProblem) -> AttentionProblem:
@@ -77,13 +84,21 @@ def _registers(config: Sm90ForwardConfig) -> tuple[int, int]:
     return next(found for widest, found in _REGISTERS if config.head_dim_v <= widest)
 
 
-def _of_codes(problem: AttentionProblem, config: Sm90ForwardConfig) -> Sm90ForwardConfig:
+def _of_codes(problem: AttentionProblem, config: Sm90ForwardConfig, token_scales: bool) -> Sm90ForwardConfig:
     """Return the configuration on codes of one on pages of 16 bits."""
     loading, computing = _registers(config)
+    smem_bytes, staging_panels = config.smem_bytes, config.staging_panels
+    if token_scales:
+        scales_bytes = config.stages * (2 * config.block_n * FLOAT_BYTES + _BARRIERS)
+        smem_bytes += math.ceil(scales_bytes / SMEM_ALIGNMENT) * SMEM_ALIGNMENT
+        if smem_bytes > SMEM_BYTES and staging_panels > 1:
+            smem_bytes, staging_panels = smem_bytes - config.block_m * SWIZZLE_BYTES, staging_panels - 1
     is_wide = problem.result_dtype != problem.dtype
     return replace(
         config,
         has_fp8=True,
+        token_scales=token_scales,
+        smem_bytes=smem_bytes,
         has_pages=problem.pages is not None,
         copies_rows=True,
         # The error of a row with a large weight is the smallest then, by which FP8 is judged.
@@ -94,5 +109,5 @@ def _of_codes(problem: AttentionProblem, config: Sm90ForwardConfig) -> Sm90Forwa
         plain_scores=has_plain_scores(problem),
         hides_queries=sm90_forward.may_hide_queries(problem),
         splits_keys=config.splits_keys or is_wide,
-        staging_panels=0 if is_wide else config.staging_panels,
+        staging_panels=0 if is_wide else staging_panels,
     )

@@ -71,6 +71,7 @@ class Sm90ForwardConfig(Sm90Config):
     query_stages: int  # buffers of queries
     packs_heads: bool = False  # rows of a tile are the query heads of a KV head, for each of a few queries
     has_pages: bool = False  # keys and values lie in pools of pages
+    token_scales: bool = False  # the rows of a head's codes have scales of their own; else all share one
     copies_rows: bool = False  # pages are so small that threads copy their rows; else TMA copies boxes of them
     hides_queries: bool = False  # lengths or a window may leave no key to whole tiles of queries
     splits_keys: bool = False  # several thread blocks share the keys of a tile, and a kernel merges their results

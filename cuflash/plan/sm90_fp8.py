@@ -116,7 +116,6 @@ class Sm90Fp8Config(Sm90ForwardConfig):
 
     result: str  # C++ type of the results
     slice: int  # columns of a product of weights and values
-    token_scales: bool  # the rows of a head have scales of their own; else all share one
 
 
 def _smem_bytes(row: Record[Fp8Tile], token_scales: bool) -> int:

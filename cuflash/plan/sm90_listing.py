@@ -138,8 +138,9 @@ def of_codes() -> Iterator[Pass]:
     for dims, dtype, pages, flags in product(HEAD_DIMS, HALF_DTYPES, ways, flags_of_each):
         problem = problem_of(dtype, dims[0], dims[1], flags, has_fp8_keys=True, out_dtype=dtype)
         problem = replace(problem, seqlen_q=_LONG, num_heads_q=_LARGE, **pages)
-        launches = sm90_codes.forward(problem, (), num_sms=_FILLED)
-        yield from passes_of([tuple(config for config, _ in launches)], dtype, others_serve=True)
+        for token_scales in (False, True):
+            launches = sm90_codes.forward(problem, (), None, None, token_scales, num_sms=_FILLED)
+            yield from passes_of([tuple(config for config, _ in launches)], dtype, others_serve=True)
 
 
 _EACH_OPTION: tuple[Flags, ...] = (

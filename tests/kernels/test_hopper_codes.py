@@ -31,6 +31,7 @@ Array = NDArray[Any]
 needs_compiler = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
 RNG = np.random.default_rng(0)
 LENGTHS = (150, 200)
+PER = ("head", "token")
 ENTRY, OF_SPLITS = "forward_sm90", {"merge_splits", "merge_rows"}
 
 
@@ -91,9 +92,10 @@ OPTIONS["all"] = {"softcap": 3.0} | {name: x for one in TOGETHER for name, x in 
 
 
 @needs_compiler
+@pytest.mark.parametrize("per", PER)
 @pytest.mark.parametrize("name", OPTIONS)
-def test_options(queries: str, name: str) -> None:
-    arrays, scales, numbers = drawn(queries)
+def test_options(queries: str, name: str, per: str) -> None:
+    arrays, scales, numbers = drawn(queries, per=per)
     options = OPTIONS[name]
     expected = exact(queries, numbers, **{x: value for x, value in options.items() if x != "num_splits"})
     for out_dtype in (queries, "float32"):
@@ -106,30 +108,33 @@ def test_options(queries: str, name: str) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("per", PER)
 @pytest.mark.parametrize("dims", [(16, 32), (80, 96), (128, 128), (144, 112), (192, 128), (192, 192), (256, 208)])
-def test_head_dims(queries: str, dims: tuple[int, int]) -> None:
+def test_head_dims(queries: str, dims: tuple[int, int], per: str) -> None:
     """Columns of q and k, and of v, that fill their panels or not."""
-    arrays, scales, numbers = drawn(queries, dims, "tensor")
+    arrays, scales, numbers = drawn(queries, dims, per)
     expected = exact(queries, numbers, causal=True)
     assert_near(cuflash.attention(*arrays, **scales, causal=True), expected)
 
 
 @needs_compiler
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("page_size", [1, 16, 80])
-def test_pages(queries: str, page_size: int, packed: bool) -> None:
-    """Rows of no sequence may hold anything."""
+@pytest.mark.parametrize(("page_size", "per"), [(1, "token"), (16, "tensor"), (80, "token"), (16, "head")])
+def test_pages(queries: str, page_size: int, per: str, packed: bool) -> None:
+    """Rows of no sequence, and their scales, may hold anything; a scale a head of a pool is one a page."""
     lengths, pages = np.array([200, 137], np.int32), -(-208 // page_size)
     table = RNG.permutation(2 * pages).reshape(2, pages).astype(np.int32)
     used = np.zeros((2 * pages, page_size), bool)
     for row, length in zip(table, lengths, strict=True):
         used[row] = (np.arange(pages * page_size) < length).reshape(pages, page_size)
-    pools = [
-        quantized(RNG.standard_normal((2 * pages, page_size, 2, d)).astype(np.float32), "tensor") for d in (64, 48)
-    ]
-    scales = {name: x.scale for name, x in zip(("k_scale", "v_scale"), pools, strict=True)}
-    for pool in pools:
+    pools = []
+    for dim in (64, 48):
+        pool = quantized(RNG.standard_normal((2 * pages, page_size, 2, dim)).astype(np.float32), per)
         pool.codes[~used] = 0x7F
+        if per == "token":
+            pool.scale[~used] = np.nan
+        pools.append(pool)
+    scales = {name: x.scale for name, x in zip(("k_scale", "v_scale"), pools, strict=True)}
     q = RNG.standard_normal((2, 100, 4, 64)).astype(np_dtype(queries))
     rows = [x.numbers[table].reshape(2, -1, *x.numbers.shape[2:]) for x in pools]
     expected = exact(queries, (q.astype(np.float64), *rows), kv_lengths=lengths, causal=True)
@@ -144,8 +149,9 @@ def test_pages(queries: str, page_size: int, packed: bool) -> None:
 
 
 @needs_compiler
-def test_packed_sequences(queries: str) -> None:
-    arrays, scales, numbers = drawn(queries, per="tensor")
+@pytest.mark.parametrize("per", ["tensor", "token"])
+def test_packed_sequences(queries: str, per: str) -> None:
+    arrays, scales, numbers = drawn(queries, per=per)
     edges_q, edges_k = np.array([0, 110, 150], np.int32), np.array([0, 130, 200], np.int32)
     packed: Any = [x[0] for x in arrays]
     packed += [edges_q, edges_k]
@@ -158,10 +164,11 @@ def test_packed_sequences(queries: str) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("per", PER)
 @pytest.mark.parametrize("kind", ["gaussian", "outliers", "sharp"])
-def test_error_is_that_of_plain_attention_with_rounded_weights(queries: str, kind: str) -> None:
+def test_error_is_that_of_plain_attention_with_rounded_weights(queries: str, kind: str, per: str) -> None:
     q, k, v = inputs(kind, 0)
-    k8, v8 = quantized(k, "head"), quantized(v, "head")
+    k8, v8 = quantized(k, per), quantized(v, per)
     given = q.astype(np_dtype(queries))
     numbers = given.astype(np.float64)
     true = reference.attention(numbers, k8.numbers, v8.numbers)[0]
@@ -171,9 +178,11 @@ def test_error_is_that_of_plain_attention_with_rounded_weights(queries: str, kin
 
 
 @needs_compiler
-def test_unused_places_never_matter(queries: str) -> None:
-    """Codes and scales beyond the lengths, and of keys that a mask hides from everybody, may be NaN."""
-    arrays, scales, numbers = drawn(queries)
+@pytest.mark.parametrize("per", PER)
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -1e30])
+def test_unused_places_never_matter(queries: str, per: str, poison: float) -> None:
+    """Codes and scales beyond the lengths, and of keys that a mask hides from everybody."""
+    arrays, scales, numbers = drawn(queries, per=per)
     mask = np.ones((LENGTHS[1],), bool)
     mask[33] = False
     options: Any = {
@@ -187,7 +196,9 @@ def test_unused_places_never_matter(queries: str) -> None:
     for x, name in ((arrays[1], "k_scale"), (arrays[2], "v_scale")):
         x[0, 140:] = x[1] = x[:, 33] = 0xFF
         scales[name] = scales[name].copy()
-        scales[name][1] = np.nan  # the scale of a sequence without keys
+        scales[name][1] = poison  # this sequence has no keys
+        if per == "token":
+            scales[name][0, 140:] = scales[name][:, 33] = poison
     for x, y in zip(cuflash.attention(*arrays, **(scales | options), return_lse=True), expected, strict=True):
         np.testing.assert_array_equal(x, y)
 
@@ -204,6 +215,24 @@ def test_scales_of_any_size(queries: str, k_scale: float, v_scale: float) -> Non
     if v_scale == 1e9:  # without scales all are 1
         plain = exact(queries, [numbers[0], *map(numbers_of, arrays[1:])])
         assert_near(cuflash.attention(*arrays, out_dtype="float32"), plain)
+
+
+@needs_compiler
+def test_scales_of_tokens_of_any_size(queries: str) -> None:
+    """Negative ones, 0, and such as no float16 holds, beside each other."""
+    arrays, scales, numbers = drawn(queries, per="token", lengths=(70, 90))
+    shape = scales["v_scale"].shape
+    v_scale = (10.0 ** RNG.uniform(-9, 9, shape) * RNG.choice([-1, 1], shape)).astype(np.float32)
+    v_scale[:, 5] = 0
+    own = [numbers[0], numbers[1], numbers_of(arrays[2], v_scale)]
+    out = cuflash.attention(*arrays, **{**scales, "v_scale": v_scale}, out_dtype="float32")
+    assert_near(out, exact(queries, own))
+    small = np.float32(1e-12) * (1 + RNG.random(shape, np.float32))
+    expected = exact(queries, [numbers[0], numbers[1], numbers_of(arrays[2], small)])
+    out = cuflash.attention(*arrays, **{**scales, "v_scale": small}, out_dtype="float32")
+    np.testing.assert_allclose(
+        out / np.float32(1e-12), expected.out / 1e-12, atol=5e-3 * np.abs(expected.out).max() / 1e-12
+    )
 
 
 @needs_compiler
@@ -232,29 +261,23 @@ def test_strides(queries: str) -> None:
 @pytest.mark.parametrize("paged", [False, True])
 def test_shared_memory_is_clean(queries: str, paged: bool) -> None:
     """No race, nothing uninitialised, over several tiles of keys with every kind of hidden element."""
-    arrays, scales, numbers = drawn(queries, per="tensor", lengths=(150, 300))
+    arrays, scales, numbers = drawn(queries, per="token", lengths=(150, 300))
     given: dict[str, Any] = {"mask": RNG.random((150, 300)) < 0.7, "causal": True}
     expected = exact(queries, numbers, **given)
     if paged:
         given |= {"block_table": np.arange(30, dtype=np.int32).reshape(2, 15), "kv_lengths": np.full(2, 300, np.int32)}
         arrays[1:] = [x.reshape(30, 20, *x.shape[2:]) for x in arrays[1:]]
+        scales = {name: x.reshape(30, 20, *x.shape[2:]) for name, x in scales.items()}
     with hook.kernels_on(CpuDevice((9, 0), num_sms=2, check=Check.SHARED)):
         assert_near(cuflash.attention(*arrays, **(scales | given)), expected)
 
 
 @needs_compiler
-@pytest.mark.parametrize("case", ["token", "page", "few queries", "block mask", "split_size", "out_dtype", "address"])
+@pytest.mark.parametrize("case", ["few queries", "block mask", "split_size", "out_dtype", "address"])
 def test_other_calls_take_other_kernels(case: str) -> None:
     """What the kernel does not do is right all the same."""
-    arrays, scales, numbers = drawn("float16", per="token" if case == "token" else "tensor")
+    arrays, scales, numbers = drawn("float16")
     options: dict[str, Any] = {}
-    if case == "page":  # pages with scales of their own
-        options = {"block_table": np.arange(20, dtype=np.int32).reshape(2, 10), "kv_lengths": np.full(2, 200, np.int32)}
-        scale = np.repeat(np.array([1, 2], np.float32), 10)[:, None, None]
-        own = [numbers_of(x.reshape(20, 20, 2, 64), scale).reshape(x.shape) for x in arrays[1:]]
-        numbers = [numbers[0], *own]
-        arrays[1:] = [x.reshape(20, 20, 2, 64) for x in arrays[1:]]
-        scales = {"k_scale": scale, "v_scale": scale}
     if case == "few queries":
         arrays[0], numbers[0] = arrays[0][:, :64], numbers[0][:, :64]
     if case == "split_size":

@@ -16,6 +16,7 @@ constexpr int COPIES = NUM_OPTIONS > 1 || HAS_DROPOUT || HAS_SCORE_MOD || HAS_MA
 constexpr bool EARLY_QUERIES = TEAMS > 1 || (QUERY_STAGES == 1 && (!HAS_OPTIONS || (HAS_BLOCK_MASK && COPIES == 3)));
 static_assert(EARLY_POWERS == 0 || (COPIES == 3 && !HAS_DROPOUT), "early powers are not the first, nor dropped");
 static_assert(!WAITS_AFTER_POWERS || (COPIES == 1 && !EARLY_QUERIES && !BOUNDED_SCORES), "queries are released once");
+static_assert(EARLY_POWERS == 0 || !TOKEN_SCALES, "all weights are multiplied together");
 static_assert(TEAMS == 1 || (COPIES == 3 && !PING_PONG && BLOCK_N <= WARPGROUP), "no team waits for another");
 
 // Position is where a tile of keys stands in a run of them: ANY is a copy of a step for all positions.
@@ -66,7 +67,7 @@ struct Consumer {
   HiddenValues& hidden;
   const TileMessage& work;  // read again from shared memory where it is needed: registers are scarce
   const UnitFragment& scores;
-  const HeadScales<HAS_FP8>& scales;
+  const OwnScales& scales;
   const SlopeProduct<SLOPE_BY_PRODUCT>& slope;
   RowSoftmax& softmax;
   TileFragments& held;
@@ -79,11 +80,12 @@ struct Consumer {
   bool rechecks;           // the tile is a recheck (is_recheck())
   bool last, next_masked;  // the current tile of keys is the last; the next one takes its mask
   SlackDelay<KEYS_IN_REVERSE> delay;
+  RowUnits<TOKEN_SCALES> units;
 
   DEVICE Consumer(const AttentionParams& p, SharedStorage& shared, Rings& rings, const ProductOrder& order,
-                  HiddenValues& hidden, const TileMessage& work, const UnitFragment& scores,
-                  const HeadScales<HAS_FP8>& scales, const SlopeProduct<SLOPE_BY_PRODUCT>& slope, RowSoftmax& softmax,
-                  TileFragments& held, RowNumbers& numbers, int warpgroup, int first_row, int row)
+                  HiddenValues& hidden, const TileMessage& work, const UnitFragment& scores, const OwnScales& scales,
+                  const SlopeProduct<SLOPE_BY_PRODUCT>& slope, RowSoftmax& softmax, TileFragments& held,
+                  RowNumbers& numbers, int warpgroup, int first_row, int row)
       : p(p),
         shared(shared),
         rings(rings),
@@ -158,9 +160,10 @@ struct Consumer {
     // 4. Pass the order on; masks and random bits are prepared while the products are computed.
     order.arrive();
     prepare(shift, first_key, masked);
-    // 5. Wait for S, and release the keys.
+    // 5. Wait for S, multiply it by the scales of codes, and release the keys.
     ptx::wgmma_wait_group<POSITION == Position::FIRST ? 0 : 1>();
     keep(x);
+    multiply_by_scales(x);
     release_keys();
     // 6. Products become scores, -inf where hidden, and the rows' references follow.
     const bool grown = find_scores<POSITION>(x, shift, first_key, masked);
@@ -275,6 +278,27 @@ struct Consumer {
     keep(held.out);
   }
 
+  // multiply_by_scales() multiplies products by the scales of keys, of which codes have some.
+  DEVICE void multiply_by_scales(float (&x)[SCORES]) const {
+    scales.apply(x);
+    if constexpr (TOKEN_SCALES) {
+      rings.scales.wait();
+      scale_columns(x, scales_in(shared).tiles[rings.scales.stage].of_keys, false);
+    }
+  }
+
+  // scale_weights() multiplies weights by the scales of their values, and tells whether O of the tiles before must be
+  // rescaled.
+  DEVICE bool scale_weights(float (&x)[SCORES], bool masked, bool grown) {
+    if constexpr (TOKEN_SCALES) {
+      scale_columns(x, scales_in(shared).tiles[rings.scales.stage].of_values, masked || HAS_BIAS);
+      __syncwarp();
+      rings.scales.release();
+      return units.take(x, numbers.rescale, grown);
+    }
+    return grown;
+  }
+
   // prepare() does what there is to do while the products are computed: random bits, visible elements, the next
   // tile.
   DEVICE void prepare(float (&shift)[2], int first_key, bool masked) {
@@ -300,7 +324,6 @@ struct Consumer {
   // capped as if masked, so that it is the same code either way.
   template <Position POSITION>
   DEVICE bool find_scores(float (&x)[SCORES], const float (&shift)[2], int first_key, bool masked) {
-    scales.apply(x);
     if (POSITION == Position::FIRST || masked) to_exponents(softmax, x);
     if constexpr (HAS_BIAS_TILES) rings.bias.wait();
     scores.apply(x, held.bits, row, first_key, masked,
@@ -337,6 +360,7 @@ struct Consumer {
       if (BOUNDED_SCORES && last) rings.q.release();
       grown |= softmax.template to_weights<0, SCORES>(x, shift, numbers.rescale, masked);
       scores.drop(x, held.random, row, first_key);
+      grown = scale_weights(x, masked, grown);
       // This release is a branch because otherwise the wait would stand before powers and draws.
       if (WAITS_AFTER_POWERS && last) rings.q.release();
       finish_values();
@@ -353,6 +377,7 @@ struct Consumer {
     const bool delayed = delay.begin(masked);
     softmax.template begin<!FOLLOWS_EVERY_MAXIMUM>(x, shift, delayed ? 0 : tiles_left());
     scores.drop(x, held.random, row, first_key);
+    scale_weights(x, masked, false);
     pack(held.weights, x);
   }
 

@@ -49,7 +49,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings
     const int row = first_row + warp_row() + fragment_row();
     const OwnRows own(rows, s, work.head, row);
     const int head_kv = PACKS_HEADS ? work.head : work.head / group_size(p);
-    const HeadScales<HAS_FP8> scales(p, s, head_kv, SCALE_ONCE ? scale : static_cast<float>(p.softmax_scale));
+    const OwnScales scales(p, s, head_kv, SCALE_ONCE ? scale : static_cast<float>(p.softmax_scale));
     const UnitFragment scores(p, s, work.head, rows, own, scales.scale);
     hidden.begin(p, s, scores.mask, work.first_row());
     const SlopeProduct<SLOPE_BY_PRODUCT> slope(scores.units, s, first_row);
@@ -87,6 +87,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings
     }
 
     scales.apply_to_values(p, s, head_kv, numbers.inverse);
+    tile.units.apply(numbers.inverse);
     write_tile(p, out_map, row_map, work, rows, own, row, held.out, numbers.inverse, numbers.lse,
                ptx::shared_address(&shared));
     __syncwarp();
@@ -122,6 +123,7 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__((CONSU
     if (PAIR > 1) shared.index_barriers.init(1);
     shared.bias_barriers.init(warps);
     if (HAS_MASK_TILES) shared.mask_barriers.init(warps);
+    if (TOKEN_SCALES) scales_in(shared).barriers.init(warps, LOADING_WARPS * WARP);
     ptx::mbarrier_init(ptx::shared_address(&shared.nearly_loaded_barrier), 1);
     for (int& non_finite : shared.non_finite) non_finite = 0;
     ptx::fence_mbarrier_init();

@@ -43,3 +43,6 @@ struct HeadScales<false> {
   DEVICE void apply(float (&)[N]) const {}
   static DEVICE void apply_to_values(const AttentionParams&, const Sequence&, int, float (&)[2]) {}
 };
+
+// OwnScales are what a consumer needs where codes are multiplied as elements.
+using OwnScales = HeadScales<HAS_FP8 && !TOKEN_SCALES>;

@@ -200,6 +200,7 @@ struct Loader {
       const int block = block_of(blocks, work);
       blocks.advance();
       if constexpr (LOADS_BY_WARPS) {
+        load_scales(block, head_kv, pages);
         acquire_together(rings.k);
         if (!COPIES_ROWS && leads()) rings.k.expect();
         pages.load_keys(rings.k, block, head_kv);
@@ -208,6 +209,15 @@ struct Loader {
         load<BLOCK_N, PANELS>(rings.k, k_map, row_k + block * BLOCK_N, head_kv, batch);
       }
       return block;
+    }
+  }
+
+  // load_scales() loads the scales of a tile of codes, if each key has its own.
+  DEVICE void load_scales(int block, int head_kv, const PagedKeys<KEYS_COME>& pages) {
+    if constexpr (TOKEN_SCALES) {
+      acquire_together(rings.scales);
+      pages.load_scales(scales_in(shared).tiles[rings.scales.stage], block, head_kv);
+      rings.scales.publish();
     }
   }
 

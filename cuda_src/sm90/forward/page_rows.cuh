@@ -44,13 +44,14 @@ struct PagedKeys<KeysCome::IN_ROWS> {
 
   // look_up() finds the rows of tile `block`, whose keys come next. Entries beyond the keys in use are not read.
   DEVICE void look_up(int block) {
-    if constexpr (!HAS_PAGES) return;
+    if constexpr (HAS_PAGES) {
 #pragma unroll
-    for (int i = 0; i < ROWS_OF_LANE; i++) {
-      const int own = lane() + i * WARP, row = first_row + own, key = block * BLOCK_N + row;
-      const bool used = own < ROWS_OF_LOADER && row < BLOCK_N && key < len_k;
-      of_keys.page[i] = used ? table.page_of(key) : NOWHERE;
-      of_keys.row[i] = used ? table.row_of(key) : 0;
+      for (int i = 0; i < ROWS_OF_LANE; i++) {
+        const int own = lane() + i * WARP, row = first_row + own, key = block * BLOCK_N + row;
+        const bool used = own < ROWS_OF_LOADER && row < BLOCK_N && key < len_k;
+        of_keys.page[i] = used ? table.page_of(key) : NOWHERE;
+        of_keys.row[i] = used ? table.row_of(key) : 0;
+      }
     }
   }
   // values_next() says that the next values are those of the tile whose keys have been loaded.
@@ -60,24 +61,36 @@ struct PagedKeys<KeysCome::IN_ROWS> {
 
   template <class AnyRing>
   DEVICE void load_keys(const AnyRing& ring, int block, int head) const {
-    load_any<PANELS>(ring, p.k, p.head_dim, head, of_keys, block);
+    if constexpr (HAS_FP8) {
+      decode<PANELS>(ring, codes_of(p.k), p.head_dim, head, of_keys, block);
+    } else {
+      load<PANELS>(ring, p.k, p.head_dim, head, of_keys);
+    }
   }
   template <class AnyRing>
   DEVICE void load_values(const AnyRing& ring, int block, int head) const {
-    load_any<PANELS_V>(ring, p.v, p.head_dim_v, head, of_values, block);
-  }
-
- private:
-  template <int NUM_PANELS, class AnyRing>
-  DEVICE void load_any(const AnyRing& ring, const Tensor<const Element>& x, int columns, int head, const Places& places,
-                       int block) const {
     if constexpr (HAS_FP8) {
-      decode<NUM_PANELS>(ring, codes_of(x), columns, head, places, block);
+      decode<PANELS_V>(ring, codes_of(p.v), p.head_dim_v, head, of_values, block);
     } else {
-      load<NUM_PANELS>(ring, x, columns, head, places);
+      load<PANELS_V>(ring, p.v, p.head_dim_v, head, of_values);
     }
   }
 
+  // load_scales() writes the scales of the keys that come next, and of their values.
+  DEVICE void load_scales(TokenScales& scales, int block, int head) const {
+#pragma unroll
+    for (int i = 0; i < ROWS_OF_LANE; i++) {
+      const int own = lane() + i * WARP, row = first_row + own, key = block * BLOCK_N + row;
+      if (own >= ROWS_OF_LOADER || row >= BLOCK_N) continue;
+      const int place = HAS_PAGES ? i : 0;  // without pages nothing is looked up
+      const bool used = HAS_PAGES ? of_keys.page[place] != NOWHERE : key < len_k;
+      const i64 page = HAS_PAGES ? of_keys.page[place] : batch, own_row = HAS_PAGES ? of_keys.row[place] : row_k + key;
+      scales.of_keys[row] = used ? scale_at(p.k_scale, page, own_row, head) : 0;
+      scales.of_values[row] = used ? scale_at(p.v_scale, page, own_row, head) : 0;
+    }
+  }
+
+ private:
   // Line is a row of one head, which is in use or becomes zeros.
   struct Line {
     const u8* codes;

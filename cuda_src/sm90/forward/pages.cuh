@@ -4,6 +4,7 @@
 // copy waits for the table.
 #include "../../around/pages.cuh"
 #include "../pipeline.cuh"
+#include "token_scales.cuh"
 
 // COPIES_ROWS tells that threads copy keys and values row by row (page_rows.cuh): where pages are so small that a box
 // of TMA has few rows, and where rows are codes. Then three warps load, all but the scheduler's; the first of them also
@@ -71,6 +72,7 @@ struct PagedKeys<KeysCome::IN_BOXES> {
   }
   // values_next() says that the next values are those of the tile whose keys have been loaded.
   DEVICE void values_next() { of_values = of_keys; }
+  DEVICE void load_scales(TokenScales&, int, int) const {}
 
   template <class AnyRing>
   DEVICE void load_keys(const AnyRing& ring, int block, int head) const {
@@ -103,6 +105,7 @@ struct PagedKeys<KeysCome::IN_TILES> {
   DEVICE PagedKeys(const AttentionParams&, const Sequence&, const ptx::TensorMap*, const ptx::TensorMap*) {}
   DEVICE void look_up(int) {}
   DEVICE void values_next() {}
+  DEVICE void load_scales(TokenScales&, int, int) const {}
   template <class AnyRing>
   DEVICE void load_keys(const AnyRing&, int, int) const {}
   template <class AnyRing>

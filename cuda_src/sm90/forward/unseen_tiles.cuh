@@ -9,6 +9,10 @@ DEVICE void skip_key_tiles(Rings& rings, const ProductOrder& order, HiddenValues
     rings.k.wait();
     rings.k.release();
     order.pass();
+    if constexpr (TOKEN_SCALES) {
+      rings.scales.wait();
+      rings.scales.release();
+    }
     hidden.clear(rings.v, block * BLOCK_N, false);
     rings.v.wait();
     rings.v.release();
