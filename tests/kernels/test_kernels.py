@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import pytest
+import rows
+import tiers
 from compiling import (
     ARCHITECTURES,
     HOPPER,
@@ -17,6 +20,7 @@ from compiling import (
     compiled,
     needs_compiler,
     reading_pages,
+    sampled,
     share_of,
     source,
     tables_of,
@@ -67,10 +71,22 @@ def test_rows_compile_without_spills_where_they_read_pages(arch: str) -> None:
 
 
 @pytest.mark.whole
-def test_every_row_is_compiled_for_hopper_or_for_its_oldest_architecture() -> None:
+def test_every_row_is_compiled_for_hopper_or_for_its_oldest_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole suite has a sample of these, and the profile ``long`` has all."""
+    monkeypatch.setattr(tiers, "has_every_case", lambda: True)
     assert compiled(HOPPER, tables_of(HOPPER)) == tables_of(HOPPER)
     done = {config for arch in ARCHITECTURES for config in compiled(arch, tables_of(arch))}
     assert done == {config for arch in ARCHITECTURES for config in tables_of(arch)}
+
+
+def test_a_sample_has_every_tile_and_every_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiers, "has_every_case", lambda: False)
+    for table in (tables_of(HOPPER), [config for config, _ in listing.kernels(sm90_listing.of_hopper())]):
+        chosen = sampled(table)
+        assert len(chosen) < 2 / 3 * len(table)
+        for what in (rows.options_of, lambda c: [(c.entry, c.head_dim, c.head_dim_v, c.tile)]):
+            shown = [set(chain.from_iterable(map(what, configs))) for configs in (chosen, table)]
+            assert shown[0] == shown[1]
 
 
 @needs_compiler

@@ -6,6 +6,7 @@ import functools
 import math
 import statistics
 import time
+import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
@@ -25,6 +26,7 @@ ARCHITECTURES = (
     *("sm_100", "sm_103", "sm_110", "sm_120", "sm_121"),
 )
 HOPPER = "sm_90a"
+SAMPLED = 5  # one record in so many is compiled though it shows nothing of its own
 # Kernels whose configurations are those of an entry that reads pages, too.
 PAGED = "forward", "forward_sm80", "fp8_forward_sm80"
 
@@ -127,17 +129,33 @@ def alike(arch: str) -> list[str]:
     return [other for other in ARCHITECTURES if tables_of(other) == tables_of(arch)]
 
 
+def sampled(configs: Sequence[KernelConfig]) -> list[KernelConfig]:
+    """Choose the records of a table that the whole suite compiles; tests that are named, and ``long``, have all.
+
+    Of each tile it is the one with the most options, then so many that every option of each kernel occurs, and of the
+    others one in `SAMPLED`, by their text.
+    """
+    if tiers.has_every_case():
+        return list(configs)
+    fullest: dict[tuple[object, ...], KernelConfig] = {}
+    for config in sorted(configs, key=lambda config: len(config.flags.split(", "))):
+        fullest[config.entry, config.element, config.head_dim, config.head_dim_v, config.tile] = config
+    kept = {*fullest.values(), *tiers.covering(configs, rows.options_of)}
+    return [c for c in configs if c in kept or zlib.crc32(repr(c).encode()) % SAMPLED == 0]
+
+
 def compiled(arch: str, configs: Sequence[KernelConfig]) -> list[KernelConfig]:
     """Choose those of an architecture's records that are compiled for it.
 
-    On Hopper all are, and elsewhere those that neither Hopper nor an older architecture has. Architectures with the
-    same tables share so many of the others, each in its turn, that every option of each kernel occurs: NVRTC takes half
+    On Hopper it is a sample of all, and elsewhere of those that neither Hopper nor an older architecture has.
+    Architectures with the same tables share so many of the others, each in its turn, that every option of each kernel occurs: NVRTC takes half
     a second for each. The quick tier has no more than these. ``python -m cuflash compile`` compiles all.
     """
     some = share_of(arch, configs)
     if not tiers.is_whole():
         return some
-    return [c for c in configs if own_architectures().get(c, arch) == arch or c in some]
+    of_all = set(sampled([c for c in configs if own_architectures().get(c, arch) == arch]))
+    return [c for c in configs if c in of_all or c in some]
 
 
 def share_of(arch: str, configs: Sequence[KernelConfig]) -> list[KernelConfig]:
