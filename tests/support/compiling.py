@@ -148,8 +148,9 @@ def compiled(arch: str, configs: Sequence[KernelConfig]) -> list[KernelConfig]:
     """Choose those of an architecture's records that are compiled for it.
 
     On Hopper it is a sample of all, and elsewhere of those that neither Hopper nor an older architecture has.
-    Architectures with the same tables share so many of the others, each in its turn, that every option of each kernel occurs: NVRTC takes half
-    a second for each. The quick tier has no more than these. ``python -m cuflash compile`` compiles all.
+    Architectures with the same tables share so many of the others, each in its turn, that every option of each kernel
+    occurs: NVRTC takes half a second for each. The quick tier has no more than these. ``python -m cuflash compile``
+    compiles all.
     """
     some = share_of(arch, configs)
     if not tiers.is_whole():
