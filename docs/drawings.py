@@ -11,6 +11,7 @@ INK, GREY = "#24292f", "#59636e"
 # People with any kind of colour vision tell them apart: each is at least 20 from every other (CIE76), with protanopia
 # and deuteranopia, too.
 QUERY, KEY, VALUE, OUT, HIDDEN = "#9ad1f2", "#f5c766", "#81c489", "#dc84b0", "#eaeef2"
+PAPER, EDGE = "#ffffff", "#ffe98a"  # tiles that all see, and those on the edge of a mask; hidden ones have a diagonal
 
 
 class Drawing:
@@ -30,6 +31,14 @@ class Drawing:
         for i, line in enumerate(lines):
             self._write(x + width / 2, y + height / 2 + (i - (len(lines) - 1) / 2) * 1.25 * size, line, size)
 
+    def tile(self, x: float, y: float, side: float, fill: str) -> None:
+        """A square; a hidden one has a diagonal, because its colour is near that of paper."""
+        self.box(x, y, side, side, fill)
+        if fill == HIDDEN:
+            self.shapes.append(
+                f'<line x1="{x:g}" y1="{y + side:g}" x2="{x + side:g}" y2="{y:g}" stroke="{GREY}" stroke-width="1"/>'
+            )
+
     def text(self, x: float, y: float, text: str, size: int = 13, anchor: str = "middle", fill: str = INK) -> None:
         """One line around (x, y), with a rim of paper, so that no line runs into it."""
         self._write(x, y, text, size, anchor, fill, ' stroke="white" stroke-width="4" paint-order="stroke"')
@@ -37,9 +46,10 @@ class Drawing:
     def _write(
         self, x: float, y: float, text: str, size: int, anchor: str = "middle", fill: str = INK, rim: str = ""
     ) -> None:
+        middle = y + 0.35 * size  # half a capital's height: not every program knows dominant-baseline
         self.texts.append(
-            f'<text x="{x:g}" y="{y:g}" font-size="{size}" text-anchor="{anchor}" fill="{fill}"{rim} '
-            f'dominant-baseline="central">{escape(text)}</text>'
+            f'<text x="{x:g}" y="{middle:g}" font-size="{size}" text-anchor="{anchor}" fill="{fill}"{rim}>'
+            f"{escape(text)}</text>"
         )
 
     def arrow(self, x0: float, y0: float, x1: float, y1: float, colour: str = INK) -> None:
@@ -76,17 +86,17 @@ def tiles() -> Drawing:
     for i in range(count):
         d.box(left - 62, top + i * side, 52, side, QUERY if i != 3 else "#56b4e9", f"Q{i}")
         for j in range(count):
-            fill = HIDDEN if j > i else "#fff8c5" if j == i else "#ffffff"
-            d.box(left + j * side, top + i * side, side, side, fill)
+            fill = HIDDEN if j > i else EDGE if j == i else PAPER
+            d.tile(left + j * side, top + i * side, side, fill)
         d.box(left + count * side + 10, top + i * side, 52, side, OUT, f"O{i}")
     y = top + 3.5 * side
     d.arrow(left + 6, y, left + 3.8 * side, y)
     d.text(left + 1.5 * side, y - 10, "S, P: one tile at a time", 11)
     x = left + count * side + 90
     for i, (fill, words) in enumerate(
-        (("#ffffff", "seen by all: no mask"), ("#fff8c5", "on the edge: masked"), (HIDDEN, "hidden: not visited"))
+        ((PAPER, "seen by all: no mask"), (EDGE, "on the edge: masked"), (HIDDEN, "hidden: not visited"))
     ):
-        d.box(x, top + 10 + 34 * i, 20, 20, fill)
+        d.tile(x, top + 10 + 34 * i, 20, fill)
         d.text(x + 28, top + 20 + 34 * i, words, 12, "start")
     d.text(x, top + 140, "One thread block: Q3.", 12, "start")
     d.text(x, top + 158, "It keeps O3, the row", 12, "start")
@@ -108,7 +118,7 @@ def hopper() -> Drawing:
     for i, (name, fill) in enumerate((("K", KEY), ("V", VALUE))):
         for stage in range(2):
             d.box(215 + 92 * stage, 126 + 50 * i, 88, 34, fill, f"{name} stage {stage}", 12)
-    d.box(215, 232, 180, 34, "#ffffff", "barriers: full, free; tiles to do", 11)
+    d.box(215, 232, 180, 34, PAPER, "barriers: full, free; tiles to do", 11)
     for i in range(3):
         d.arrow(108, 93 + 50 * i, 212, 93 + 50 * i)
     d.text(160, 80, "TMA", 11)
@@ -118,8 +128,8 @@ def hopper() -> Drawing:
         y = 60 + 116 * i
         d.box(480, y, 264, 104, "#f6f8fa")
         d.text(612, y + 14, f"warpgroup {i}: 64 queries, in registers", 12)
-        d.box(490, y + 30, 76, 60, "#fff8c5", "S = Q Kᵀ\n(wgmma)", 12)
-        d.box(574, y + 30, 76, 60, "#ffffff", "mask,\nsoftmax: P", 12)
+        d.box(490, y + 30, 76, 60, EDGE, "S = Q Kᵀ\n(wgmma)", 12)
+        d.box(574, y + 30, 76, 60, PAPER, "mask,\nsoftmax: P", 12)
         d.box(658, y + 30, 76, 60, OUT, "O += P V\n(wgmma)", 12)
         d.arrow(412, y + 60, 478, y + 60)
         d.shapes.append(
@@ -139,7 +149,7 @@ def turns() -> Drawing:
         for step in range(6):
             products = step % 2 == i
             label = "products" if products else "softmax"
-            d.box(124 + step * width, y, width, 34, "#fff8c5" if products else "#ffffff", label, 12)
+            d.box(124 + step * width, y, width, 34, EDGE if products else PAPER, label, 12)
     d.text(124 + 3 * width, 20, "the tensor cores always have one of them", 12)
     d.arrow(124, 136, 124 + 6 * width, 136, GREY)
     d.text(104, 136, "time", 11, fill=GREY)
@@ -162,8 +172,8 @@ def backward() -> Drawing:
             d.box(left - 46, top + i * side, 38, side, QUERY if not owned else "#56b4e9", f"Q{i}", 11)
             for j in range(count):
                 mine = (panel == 0 and i == 3) or (panel == 1 and j == 1)
-                fill = HIDDEN if j > i else "#fff8c5" if mine else "#ffffff"
-                d.box(left + j * side, top + i * side, side, side, fill)
+                fill = HIDDEN if j > i else EDGE if mine else PAPER
+                d.tile(left + j * side, top + i * side, side, fill)
         if panel == 0:
             d.arrow(left + 5, top + 3.5 * side, left + 3.8 * side, top + 3.5 * side)
             d.text(left + count * side / 2, top + count * side + 20, "P again from lse; dQ += dS K", 12)
@@ -179,7 +189,7 @@ def offload() -> Drawing:
     d = Drawing(790, 300)
     d.text(80, 24, "host memory", 13)
     for n in range(6):
-        d.box(30, 44 + 30 * n, 100, 28, KEY if n < 5 else "#ffffff", f"K{n} V{n}", 11)
+        d.box(30, 44 + 30 * n, 100, 28, KEY if n < 5 else PAPER, f"K{n} V{n}", 11)
     d.text(80, 240, "the last keys are", 11, fill=GREY)
     d.text(80, 256, "the CPU's share", 11, fill=GREY)
     left, width = 290, 76
@@ -191,7 +201,7 @@ def offload() -> Drawing:
         d.arrow(left + n * width + width - 6, 80, left + (n + 1) * width + 4, 94)
         if n < 4:
             d.box(left + (n + 2) * width - 2, 146, width - 4, 32, VALUE, f"dK{n} dV{n}", 11)
-    d.box(left, 196, 6 * width - 4, 32, "#ffffff", "Q x keys 5, where they lie", 11)
+    d.box(left, 196, 6 * width - 4, 32, PAPER, "Q x keys 5, where they lie", 11)
     d.box(left + 6 * width + 4, 96, 30, 132, OUT, "O", 13)
     d.text(left, 254, "buffer 0 holds the even chunks, buffer 1 the odd ones: chunk 2 comes", 11, "start", GREY)
     d.text(left, 270, "once chunk 0 is computed, while chunk 1 is", 11, "start", GREY)
@@ -218,7 +228,7 @@ def online_softmax() -> Drawing:
             d.box(x + i * side, 50, side, 32, "#fb8f44" if is_largest else KEY, f"{score:g}", 12)
             if is_largest:
                 d.text(x + (i + 0.5) * side, 43, "max", 10)
-            d.box(x + i * side, 90, side, 32, "#fff8c5", f"{weight:.2f}", 12)
+            d.box(x + i * side, 90, side, 32, EDGE, f"{weight:.2f}", 12)
         total = rescale * l + sum(weights)
         d.box(x + 4, 160, len(scores) * side - 8, 92, "#f6f8fa")
         d.text(middle, 176, f"m = max({'-inf' if n == 0 else f'{m:g}'}, {max(scores):g}) = {larger:g}", 11)

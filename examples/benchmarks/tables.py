@@ -286,7 +286,7 @@ def readme_section(recorded: Sequence[Recorded], folder: Path = RESULTS) -> str:
         facts, cells = records.read(small)
         found = [cell["speed_of_fastest_peer"] for cell in cells]
         gpu = facts["gpu"].removeprefix("NVIDIA ").split()[0]
-        what = "bfloat16, at random, too small to fill the GPU"
+        what = "bfloat16, small shapes drawn at random"
         rows.append([what, gpu, fastest, str(len(found)), _spread(found), "-"])
     drawn = folder / "random_shapes.jsonl"
     if drawn.exists():

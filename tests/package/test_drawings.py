@@ -35,8 +35,8 @@ def lab(colour: str, vision: str) -> Any:
 
 @pytest.mark.parametrize("vision", SEEN)
 def test_colours_are_told_apart(vision: str) -> None:
-    names = ("QUERY", "KEY", "VALUE", "OUT", "HIDDEN")
-    for one, other in combinations(names, 2):
+    operands, tiles = ("QUERY", "KEY", "VALUE", "OUT", "HIDDEN"), (("PAPER", "EDGE"), ("EDGE", "HIDDEN"))
+    for one, other in (*combinations(operands, 2), *tiles):
         distance = np.linalg.norm(lab(DRAWINGS[one], vision) - lab(DRAWINGS[other], vision))
         assert distance >= LEAST, (one, other, distance)
 
@@ -56,6 +56,13 @@ def test_no_text_runs_over_an_edge(name: str) -> None:
             if y <= float(text["y"]) <= y + height:
                 inside = x <= start and start + width <= x + size
                 assert inside or start + width <= x or x + size <= start, (text["text"], x)
+
+
+@pytest.mark.parametrize("name", ["tiles", "backward"])
+def test_hidden_tiles_have_a_diagonal(name: str) -> None:
+    hidden = {(x["x"], x["y"]) for x in shapes(name, "rect") if x["fill"] == DRAWINGS["HIDDEN"]}
+    diagonals = {(x["x1"], x["y2"]) for x in shapes(name, "line") if x["stroke"] == DRAWINGS["GREY"]}
+    assert hidden and hidden == diagonals
 
 
 def test_the_maximum_has_a_mark() -> None:
