@@ -13,7 +13,7 @@ from cuflash.attention import attention, attention_varlen
 from cuflash.hints import MISSING
 from cuflash.problem.attention_problem import Array
 from cuflash.problem.checks import check_int
-from cuflash.typing import AnyArray, ArrayT
+from cuflash.typing import AnyArray, ArrayT, OwnArray
 from cuflash.upload import Refilled, table_of
 
 if TYPE_CHECKING:
@@ -75,9 +75,9 @@ class Step:
         if self._is_packed:
             shapes["cu_seqlens"] = (batch + 1,)
         self._arrays = Refilled(memory.xp, shapes)
-        self.block_table: Array = self._arrays.arrays["block_table"]
-        self.kv_lengths: Array = self._arrays.arrays["kv_lengths"]
-        self.cu_seqlens: Array | None = self._arrays.arrays.get("cu_seqlens")
+        self.block_table: OwnArray = self._arrays.arrays["block_table"]
+        self.kv_lengths: OwnArray = self._arrays.arrays["kv_lengths"]
+        self.cu_seqlens: OwnArray | None = self._arrays.arrays.get("cu_seqlens")
         self._tiers: Tiers | None = None  # where the pages lie, of a cache with host pages
 
     def __repr__(self) -> str:

@@ -278,7 +278,7 @@ class BlockMask(PreparedMask, Patterns, metaclass=OfMasks):
             self._density = count_visible(self._store, *self.shape[2:]) / size if size else 0.0
         return self._density
 
-    def to_dense(self) -> Array:
+    def to_dense(self) -> NDArray[np.bool_]:
         """The bool array of `shape`, of the library and on the device of the array that the mask was made from.
 
         Examples
@@ -287,6 +287,7 @@ class BlockMask(PreparedMask, Patterns, metaclass=OfMasks):
         >>> cuflash.BlockMask.sliding_window(3, 3, left=1, right=0).to_dense()[0, 0].tolist()
         [[True, False, False], [True, True, False], [False, True, True]]
         """
+        dense: Array
         if self._home == HOST:
             dense = to_dense(np, self._store.slots, self._store.bits, self.shape)
         else:
@@ -294,7 +295,9 @@ class BlockMask(PreparedMask, Patterns, metaclass=OfMasks):
 
             with cupy.cuda.Device(self._home):
                 dense = to_dense(cupy, *self.arrays(cupy), self.shape)
-        return dense if self._release is None else self._release(dense)
+        # CuPy's arrays have the methods of NumPy's, and carry no types.
+        result: Array = dense if self._release is None else self._release(dense)
+        return result
 
     def draw(self, batch: int = 0, head: int = 0, *, rows: int = 32, columns: int = 64) -> str:
         """A small picture of one head in plain text: queries go down, keys go across.
