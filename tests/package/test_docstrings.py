@@ -50,6 +50,19 @@ def test_example(module: str, name: str) -> None:
     check(name, attrgetter(name)(owner).__doc__)
 
 
+def has_semantics(name: str) -> bool:
+    return "attention" in name or name in ("merge", "merge_backward", "append_kv")
+
+
+@pytest.mark.parametrize(("module", "name"), [(module, name) for module, name in CASES if has_semantics(name)])
+def test_the_page_semantics_is_named(module: str, name: str) -> None:
+    """The manual makes it a link (docs/conf.py)."""
+    if module.startswith("adapters"):
+        pytest.importorskip(module.rpartition(".")[2])
+    owner: Any = import_module(f"cuflash.{module}") if module else cuflash
+    assert "docs/semantics.md" in attrgetter(name)(owner).__doc__
+
+
 METHODS = [(owner, name) for owner in (cuflash.BlockMask, cuflash.PagedCache, Step) for name in methods_of(owner)]
 
 
