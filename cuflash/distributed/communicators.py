@@ -41,6 +41,16 @@ class Communicator(ABC):
         Seconds after which a rank that waits for another one raises TimeoutError.
     check : bool
         Whether the arguments of every call are compared over the ranks.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> from concurrent.futures import ThreadPoolExecutor
+    >>> def rank(comm):
+    ...     return comm.all_gather(comm.rank), comm.sum(np.full(2, comm.rank + 1)).tolist()
+    >>> with ThreadPoolExecutor(2) as pool:
+    ...     list(pool.map(rank, cuflash.distributed.threads(2)))
+    [([0, 1], [3, 3]), ([0, 1], [3, 3])]
     """
 
     def __init__(self, rank: int, world: int, time_limit: float, check: bool) -> None:

@@ -265,6 +265,12 @@ class BlockMask(PreparedMask, Patterns, metaclass=OfMasks):
         """The option `window` that shows the same; None if none does, or if the mask was made on a GPU.
 
         Without lengths and packed sequences such a mask is computed as that window.
+
+        Examples
+        --------
+        >>> import cuflash
+        >>> cuflash.BlockMask.sliding_window(8, 8, left=3, right=0).window
+        (3, 0)
         """
         if self._window is None:
             self._window = (find_window(self._store, *self.shape[2:]) if self._home == HOST else None,)
@@ -272,7 +278,14 @@ class BlockMask(PreparedMask, Patterns, metaclass=OfMasks):
 
     @property
     def density(self) -> float:
-        """The fraction of visible elements; 0.0 if there are no elements. A mask on a GPU is copied to the host."""
+        """The fraction of visible elements; 0.0 if there are no elements. A mask on a GPU is copied to the host.
+
+        Examples
+        --------
+        >>> import cuflash
+        >>> cuflash.BlockMask.sliding_window(4, 4, left=0, right=0).density
+        0.25
+        """
         if self._density is None:
             size = math.prod(self.shape)
             self._density = count_visible(self._store, *self.shape[2:]) / size if size else 0.0
