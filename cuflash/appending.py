@@ -69,6 +69,8 @@ def append_kv(
     whose page lies outside of the pool; nothing else is written. `kv_lengths` stays as it is: attention over the cache
     takes these lengths plus the new rows. On a GPU it is one launch, which never synchronises and may be captured.
 
+    See the page "Semantics" (docs/semantics.md).
+
     Parameters
     ----------
     k : array (batch, seqlen, num_heads_kv, head_dim), with `cu_seqlens` packed (total, num_heads_kv, head_dim)

@@ -226,6 +226,8 @@ def attention_backward(
     FlashAttention-2 (Dao 2023), Algorithm 2: the weights are recomputed from `lse`, so a result and lse that were
     merged from several parts give each part's exact gradients.
 
+    See the page "Semantics" (docs/semantics.md).
+
     Parameters
     ----------
     dout : array (batch, seqlen_q, num_heads_q, head_dim_v)
@@ -330,6 +332,8 @@ def attention_vjp(
     **options: Unpack[OptionKeywords],
 ) -> tuple[Any, Backward[ArrayT]]:
     """`attention` and the function that maps gradients of its results to gradients of its inputs.
+
+    See the page "Semantics" (docs/semantics.md).
 
     Parameters
     ----------

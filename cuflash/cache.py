@@ -133,12 +133,29 @@ class PagedCache:
 
     @property
     def num_free_pages(self) -> int:
-        """Pages of the device that no sequence holds."""
+        """Pages of the device that no sequence holds.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> cache = cuflash.PagedCache(1, 8, 4, num_heads_kv=2, head_dim=8, dtype="float32", xp=np)
+        >>> step = cache.step([cache.add()], 5)  # two pages
+        >>> cache.num_free_pages
+        6
+        """
         return self._pages.num_free
 
     @property
     def num_free_host_pages(self) -> int:
-        """Pages in host memory that no sequence holds."""
+        """Pages in host memory that no sequence holds.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> cache = cuflash.PagedCache(1, 8, 4, num_heads_kv=2, head_dim=8, dtype="float32", xp=np, host_pages=3)
+        >>> cache.num_free_host_pages
+        3
+        """
         return self._pages.num_free_on_host
 
     def length(self, sequence: int) -> int:
@@ -277,9 +294,9 @@ class PagedCache:
                         pool[:, target] = pool[:, source]
             if renamed is not None:
                 for valid in list(self._steps.values()):
-                    valid.rename(renamed)
+                    valid._rename(renamed)
             step = self._step_of(len(numbers), key)
-            step.refill(starts, [own.length for own in held], [own.pages for own in held])
+            step._refill(starts, [own.length for own in held], [own.pages for own in held])
         return step
 
     def _step_of(self, batch: int, counts: int | tuple[int, ...]) -> Step:

@@ -23,6 +23,8 @@ _LSE_DTYPES = ("float32", "float64")
 def merge(outs: Sequence[ArrayT], lses: Sequence[ArrayT], out_dtype: Any = None) -> tuple[ArrayT, ArrayT]:
     """Merge the results of attention over disjoint keys into that over all of them.
 
+    See the page "Semantics" (docs/semantics.md).
+
     Parameters
     ----------
     outs : sequence of arrays (batch, seqlen_q, num_heads_q, head_dim_v), packed (total_q, num_heads_q, head_dim_v)
@@ -70,6 +72,8 @@ def merge_backward(
     dout: ArrayT, dlse: ArrayT | None, outs: Sequence[ArrayT], lses: Sequence[ArrayT], out: ArrayT, lse: ArrayT
 ) -> tuple[list[ArrayT], list[ArrayT]]:
     """The gradient of `merge`.
+
+    See the page "Semantics" (docs/semantics.md).
 
     Parameters
     ----------

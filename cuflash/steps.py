@@ -13,7 +13,7 @@ from cuflash.attention import attention, attention_varlen
 from cuflash.hints import MISSING
 from cuflash.problem.attention_problem import Array
 from cuflash.problem.checks import check_int
-from cuflash.typing import AnyArray, ArrayT
+from cuflash.typing import AnyArray, ArrayT, OwnArray
 from cuflash.upload import Refilled, table_of
 
 if TYPE_CHECKING:
@@ -75,9 +75,9 @@ class Step:
         if self._is_packed:
             shapes["cu_seqlens"] = (batch + 1,)
         self._arrays = Refilled(memory.xp, shapes)
-        self.block_table: Array = self._arrays.arrays["block_table"]
-        self.kv_lengths: Array = self._arrays.arrays["kv_lengths"]
-        self.cu_seqlens: Array | None = self._arrays.arrays.get("cu_seqlens")
+        self.block_table: OwnArray = self._arrays.arrays["block_table"]
+        self.kv_lengths: OwnArray = self._arrays.arrays["kv_lengths"]
+        self.cu_seqlens: OwnArray | None = self._arrays.arrays.get("cu_seqlens")
         self._tiers: Tiers | None = None  # where the pages lie, of a cache with host pages
 
     def __repr__(self) -> str:
@@ -87,10 +87,18 @@ class Step:
 
     @property
     def num_host_pages(self) -> int:
-        """Pages of its sequences that lie in host memory."""
+        """Pages of its sequences that lie in host memory.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> cache = cuflash.PagedCache(1, 2, 4, num_heads_kv=2, head_dim=8, dtype="float32", xp=np, host_pages=3)
+        >>> cache.step([cache.add()], 10).num_host_pages  # of three pages, where the device has two
+        1
+        """
         return 0 if self._tiers is None else self._tiers.num_on_host()
 
-    def refill(self, starts: list[int], lengths: list[int], pages: list[Any]) -> None:
+    def _refill(self, starts: list[int], lengths: list[int], pages: list[Any]) -> None:
         """Bring the arrays up to date, for `PagedCache`: positions before and after the step, and each one's pages."""
         if self._memory.host is not None:
             from cuflash.offload.tiers import Tiers
@@ -106,11 +114,11 @@ class Step:
         values = {"starts": starts, "kv_lengths": lengths, "block_table": table, "cu_seqlens": self._begins}
         self._arrays.refill(values)
 
-    def rename(self, renamed: Any) -> None:
+    def _rename(self, renamed: Any) -> None:
         """Follow pages that have moved, for `PagedCache`: `renamed` has the new number of every page."""
         tiers = self._tiers
         if tiers is not None and any((renamed[own] != own).any() for own in tiers.pages):
-            self.refill(list(tiers.starts), list(tiers.lengths), [renamed[own] for own in tiers.pages])
+            self._refill(list(tiers.starts), list(tiers.lengths), [renamed[own] for own in tiers.pages])
 
     @overload
     def append(

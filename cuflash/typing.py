@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar, overload
 
 import numpy as np
 
-__all__ = ["AnyArray", "ArrayT", "Backward", "OwnArray", "RankBackward"]
+__all__ = ["AnyArray", "ArrayT", "Backward", "Message", "OwnArray", "RankBackward"]
 
 
 class _SpeaksDLPack(Protocol):
@@ -29,7 +29,7 @@ ArrayT = TypeVar("ArrayT", bound=AnyArray)
 
 
 class OwnArray(_SpeaksDLPack, Protocol):
-    """The pools of a `cuflash.PagedCache`: arrays of its library, which every function takes."""
+    """An array of NumPy or CuPy where only the running program knows of which: of caches, their steps, and ranks."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -44,6 +44,14 @@ class OwnArray(_SpeaksDLPack, Protocol):
     def __getitem__(self, index: object, /) -> OwnArray: ...
 
     def __setitem__(self, index: object, value: object, /) -> None: ...
+
+    def tolist(self) -> Any:
+        """Its elements as Python's numbers, in lists."""
+        ...
+
+
+# What a rank hands to another one: an array, or several.
+Message = OwnArray | Sequence["Message"]
 
 
 class Backward(Protocol[ArrayT]):

@@ -79,6 +79,8 @@ def attention_varlen(
 ) -> Any:
     """Attention within each of several packed sequences.
 
+    See the page "Semantics" (docs/semantics.md).
+
     Parameters
     ----------
     q : array (total_q, num_heads_q, head_dim)
@@ -167,6 +169,8 @@ def attention_varlen_backward(
     **options: Unpack[OptionKeywords],
 ) -> tuple[ArrayT | None, ...]:
     """Gradients of `attention_varlen`: `attention_backward` for packed sequences.
+
+    See the page "Semantics" (docs/semantics.md).
 
     Parameters
     ----------
@@ -274,6 +278,8 @@ def attention_varlen_vjp(
     **options: Unpack[OptionKeywords],
 ) -> tuple[Any, Backward[ArrayT]]:
     """`attention_varlen` and its gradient function: `attention_vjp` for packed sequences.
+
+    See the page "Semantics" (docs/semantics.md).
 
     Parameters
     ----------

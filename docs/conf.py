@@ -1,5 +1,7 @@
 """Sphinx: ``sphinx-build -W docs docs/_build``."""
 
+import re
+
 import cuflash
 
 project = "cuflash"
@@ -25,3 +27,13 @@ myst_heading_anchors = 3
 autodoc_typehints = "none"
 napoleon_google_docstring = False
 napoleon_use_rtype = False
+
+
+def link_pages(app, what, name, obj, options, lines):
+    """Let the pages that docstrings name, as docs/semantics.md, be links."""
+    lines[:] = [re.sub(r"(?<!`)docs/(\w+)\.md", r":doc:`docs/\1.md <\1>`", line) for line in lines]
+
+
+def setup(app):
+    """Connect what Sphinx is to call."""
+    app.connect("autodoc-process-docstring", link_pages)

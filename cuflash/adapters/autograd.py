@@ -17,7 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuflash.adapters.form import NO_SECOND_DERIVATIVE, Form, form_of
+from cuflash.frontend.run import show_options
+from cuflash.hints import MISSING, wrong_options_call
 from cuflash.problem.checks import check_bool
+from cuflash.typing import AnyArray, ArrayT
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -84,16 +87,28 @@ defjvp_argnums(_gradients, _no_second_derivative)
 
 @overload
 def attention(
-    q: Array, k: Array, v: Array, *, return_lse: Literal[False] = False, **options: Unpack[OptionKeywords]
-) -> Array: ...
+    q: ArrayT, k: AnyArray, v: AnyArray, *, return_lse: Literal[False] = False, **options: Unpack[OptionKeywords]
+) -> ArrayT: ...
+# NumPy's types have dtypes, and the lse of float16 arrays is float32.
 @overload
 def attention(
-    q: Array, k: Array, v: Array, *, return_lse: Literal[True], **options: Unpack[OptionKeywords]
-) -> tuple[Array, Array]: ...
+    q: NDArray[np.float16], k: AnyArray, v: AnyArray, *, return_lse: Literal[True], **options: Unpack[OptionKeywords]
+) -> tuple[NDArray[np.float16], NDArray[np.float32]]: ...
+@overload
 def attention(
-    q: Array, k: Array, v: Array, *, return_lse: bool = False, **options: Unpack[OptionKeywords]
-) -> Array | tuple[Array, Array]:
+    q: ArrayT, k: AnyArray, v: AnyArray, *, return_lse: Literal[True], **options: Unpack[OptionKeywords]
+) -> tuple[ArrayT, ArrayT]: ...
+def attention(
+    q: ArrayT = MISSING,
+    k: AnyArray = MISSING,
+    v: AnyArray = MISSING,
+    *others: Any,
+    return_lse: bool = False,
+    **options: Unpack[OptionKeywords],
+) -> ArrayT | tuple[ArrayT, ArrayT]:
     """`cuflash.attention` of arrays, which autograd may differentiate.
+
+    See the page "Semantics" (docs/semantics.md).
 
     Parameters
     ----------
@@ -120,42 +135,57 @@ def attention(
     >>> autograd.grad(lambda q: np.sum(attention(q, q, q, causal=True)))(q).shape
     (1, 6, 2, 8)
     """
+    if others or q is MISSING or k is MISSING or v is MISSING:
+        raise wrong_options_call(attention, (q, k, v, *others), options)
     return _apply((q, k, v), return_lse, options)
 
 
 @overload
 def attention_varlen(
-    q: Array,
-    k: Array,
-    v: Array,
-    cu_seqlens_q: Array,
-    cu_seqlens_k: Array | None,
+    q: ArrayT,
+    k: AnyArray,
+    v: AnyArray,
+    cu_seqlens_q: AnyArray,
+    cu_seqlens_k: AnyArray | None,
     *,
     return_lse: Literal[False] = False,
     **options: Unpack[OptionKeywords],
-) -> Array: ...
+) -> ArrayT: ...
 @overload
 def attention_varlen(
-    q: Array,
-    k: Array,
-    v: Array,
-    cu_seqlens_q: Array,
-    cu_seqlens_k: Array | None,
+    q: NDArray[np.float16],
+    k: AnyArray,
+    v: AnyArray,
+    cu_seqlens_q: AnyArray,
+    cu_seqlens_k: AnyArray | None,
     *,
     return_lse: Literal[True],
     **options: Unpack[OptionKeywords],
-) -> tuple[Array, Array]: ...
+) -> tuple[NDArray[np.float16], NDArray[np.float32]]: ...
+@overload
 def attention_varlen(
-    q: Array,
-    k: Array,
-    v: Array,
-    cu_seqlens_q: Array,
-    cu_seqlens_k: Array | None,
+    q: ArrayT,
+    k: AnyArray,
+    v: AnyArray,
+    cu_seqlens_q: AnyArray,
+    cu_seqlens_k: AnyArray | None,
     *,
+    return_lse: Literal[True],
+    **options: Unpack[OptionKeywords],
+) -> tuple[ArrayT, ArrayT]: ...
+def attention_varlen(
+    q: ArrayT = MISSING,
+    k: AnyArray = MISSING,
+    v: AnyArray = MISSING,
+    cu_seqlens_q: AnyArray = MISSING,
+    cu_seqlens_k: AnyArray | None = MISSING,
+    *others: Any,
     return_lse: bool = False,
     **options: Unpack[OptionKeywords],
-) -> Array | tuple[Array, Array]:
+) -> ArrayT | tuple[ArrayT, ArrayT]:
     """`cuflash.attention_varlen` of arrays, which autograd may differentiate: `attention` for packed sequences.
+
+    See the page "Semantics" (docs/semantics.md).
 
     Parameters
     ----------
@@ -179,7 +209,12 @@ def attention_varlen(
     >>> autograd.grad(lambda q: np.sum(attention_varlen(q, q, q, cu_seqlens, cu_seqlens)))(q).shape
     (6, 2, 8)
     """
+    if others or q is MISSING or k is MISSING or v is MISSING or cu_seqlens_q is MISSING or cu_seqlens_k is MISSING:
+        raise wrong_options_call(attention_varlen, (q, k, v, cu_seqlens_q, cu_seqlens_k, *others), options)
     return _apply((q, k, v, cu_seqlens_q, cu_seqlens_k), return_lse, options)
+
+
+show_options(attention, attention_varlen)
 
 
 def _apply(inputs: Sequence[Any], return_lse: bool, options: Any) -> Any:

@@ -27,6 +27,8 @@ from jax import numpy as jnp
 from cuflash.adapters import folding
 from cuflash.adapters.form import NO_SECOND_DERIVATIVE, Form, form_of
 from cuflash.frontend.describe import described
+from cuflash.frontend.run import show_options
+from cuflash.hints import MISSING, wrong_options_call
 from cuflash.interop import dtype_of, refuse_masked
 from cuflash.problem.attention_problem import AttentionProblem
 from cuflash.problem.checks import check_bool
@@ -59,9 +61,16 @@ def attention(
     q: jax.Array, k: jax.Array, v: jax.Array, *, return_lse: Literal[True], **options: Unpack[OptionKeywords]
 ) -> tuple[jax.Array, jax.Array]: ...
 def attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, *, return_lse: bool = False, **options: Unpack[OptionKeywords]
+    q: jax.Array = MISSING,
+    k: jax.Array = MISSING,
+    v: jax.Array = MISSING,
+    *others: Any,
+    return_lse: bool = False,
+    **options: Unpack[OptionKeywords],
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`cuflash.attention` of JAX's arrays, which may be traced.
+
+    See the page "Semantics" (docs/semantics.md).
 
     Parameters
     ----------
@@ -78,7 +87,8 @@ def attention(
     Raises
     ------
     TypeError, ValueError
-        As `cuflash.attention`, when the call is traced; TypeError for forward-mode derivatives (jvp, jacfwd, hessian).
+        As `cuflash.attention`, when the call is traced; TypeError for forward-mode derivatives (jvp,
+        linearize, jacfwd, hessian), with JAX's own words where the function was traced before, as under `jit`.
     NotImplementedError
         Where the gradient itself is differentiated, and for gradients of FP8 arrays.
 
@@ -90,6 +100,8 @@ def attention(
     >>> jax.jit(jax.grad(lambda q: attention(q, q, q, causal=True).sum()))(q).shape
     (1, 6, 2, 8)
     """
+    if others or q is MISSING or k is MISSING or v is MISSING:
+        raise wrong_options_call(attention, (q, k, v, *others), options)
     return _apply((q, k, v), return_lse, options)
 
 
@@ -116,16 +128,18 @@ def attention_varlen(
     **options: Unpack[OptionKeywords],
 ) -> tuple[jax.Array, jax.Array]: ...
 def attention_varlen(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    cu_seqlens_q: jax.Array,
-    cu_seqlens_k: jax.Array | None,
-    *,
+    q: jax.Array = MISSING,
+    k: jax.Array = MISSING,
+    v: jax.Array = MISSING,
+    cu_seqlens_q: jax.Array = MISSING,
+    cu_seqlens_k: jax.Array | None = MISSING,
+    *others: Any,
     return_lse: bool = False,
     **options: Unpack[OptionKeywords],
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`cuflash.attention_varlen` of JAX's arrays, which may be traced: `attention` for packed sequences.
+
+    See the page "Semantics" (docs/semantics.md).
 
     Parameters
     ----------
@@ -149,7 +163,12 @@ def attention_varlen(
     >>> jax.grad(lambda q: attention_varlen(q, q, q, cu_seqlens, cu_seqlens).sum())(q).shape
     (6, 2, 8)
     """
+    if others or q is MISSING or k is MISSING or v is MISSING or cu_seqlens_q is MISSING or cu_seqlens_k is MISSING:
+        raise wrong_options_call(attention_varlen, (q, k, v, cu_seqlens_q, cu_seqlens_k, *others), options)
     return _apply((q, k, v, cu_seqlens_q, cu_seqlens_k), return_lse, options)
+
+
+show_options(attention, attention_varlen)
 
 
 def _apply(inputs: Sequence[Any], return_lse: bool, options: Mapping[str, Any]) -> Any:
@@ -206,8 +225,7 @@ def _in_reverse_mode() -> Iterator[None]:
     except TypeError as error:
         if "forward-mode" in str(error) and "custom_vjp" in str(error):
             raise TypeError(
-                "attention has no forward-mode derivative (jvp, linearize, jacfwd, hessian): use reverse mode "
-                "(grad, vjp, jacrev)"
+                "attention has no forward-mode derivative (jvp, jacfwd, hessian): use reverse mode (grad, vjp, jacrev)"
             ) from None
         raise
 

@@ -18,6 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuflash.adapters.form import Form, form_of
+from cuflash.frontend.run import show_options
+from cuflash.hints import MISSING, wrong_options_call
 from cuflash.problem.checks import check_bool
 
 __all__ = ["attention", "attention_varlen"]
@@ -91,9 +93,11 @@ def attention(
     q: Any, k: Any, v: Any, *, return_lse: Literal[True], **options: Any
 ) -> tuple[mygrad.Tensor, mygrad.Tensor]: ...
 def attention(
-    q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Any
+    q: Any = MISSING, k: Any = MISSING, v: Any = MISSING, *others: Any, return_lse: bool = False, **options: Any
 ) -> mygrad.Tensor | tuple[mygrad.Tensor, mygrad.Tensor]:
     """`cuflash.attention` of MyGrad's tensors; NumPy arrays among the arguments are constants.
+
+    See the page "Semantics" (docs/semantics.md).
 
     Parameters
     ----------
@@ -119,6 +123,8 @@ def attention(
     >>> q.grad.shape
     (1, 6, 2, 8)
     """
+    if others or q is MISSING or k is MISSING or v is MISSING:
+        raise wrong_options_call(attention, (q, k, v, *others), options)
     return _apply((q, k, v), return_lse, options)
 
 
@@ -145,16 +151,18 @@ def attention_varlen(
     **options: Any,
 ) -> tuple[mygrad.Tensor, mygrad.Tensor]: ...
 def attention_varlen(
-    q: Any,
-    k: Any,
-    v: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    *,
+    q: Any = MISSING,
+    k: Any = MISSING,
+    v: Any = MISSING,
+    cu_seqlens_q: Any = MISSING,
+    cu_seqlens_k: Any = MISSING,
+    *others: Any,
     return_lse: bool = False,
     **options: Any,
 ) -> mygrad.Tensor | tuple[mygrad.Tensor, mygrad.Tensor]:
     """`cuflash.attention_varlen` of MyGrad's tensors: `attention` for packed sequences.
+
+    See the page "Semantics" (docs/semantics.md).
 
     Parameters
     ----------
@@ -179,7 +187,12 @@ def attention_varlen(
     >>> q.grad.shape
     (6, 2, 8)
     """
+    if others or q is MISSING or k is MISSING or v is MISSING or cu_seqlens_q is MISSING or cu_seqlens_k is MISSING:
+        raise wrong_options_call(attention_varlen, (q, k, v, cu_seqlens_q, cu_seqlens_k, *others), options)
     return _apply((q, k, v, cu_seqlens_q, cu_seqlens_k), return_lse, options)
+
+
+show_options(attention, attention_varlen)
 
 
 def _apply(inputs: Sequence[Any], return_lse: bool, options: Mapping[str, Any]) -> Any:

@@ -5,17 +5,21 @@ Thinc's gradients are plain arrays outside any graph, so that a second derivativ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 try:
     from thinc.api import Model
+    from thinc.types import Floats2d, Floats3d, Floats4d, Ints1d
 except ImportError as error:
     raise ImportError('cuflash.adapters.thinc needs Thinc: pip install "cuflash[thinc]"') from error
 
 from cuflash.adapters.form import Form, form_of
+from cuflash.frontend.run import show_options
+from cuflash.hints import OPTIONS
 from cuflash.problem.attention_problem import EXTRA_GRADS, operand_name
 from cuflash.problem.checks import check_bool
+from cuflash.problem.options import check_names
 from cuflash.problem.own_rules import is_differentiable
 
 if TYPE_CHECKING:
@@ -33,21 +37,25 @@ def __dir__() -> list[str]:
 
 Array = Any  # of Model.ops: NumPy or CuPy
 Arrays = tuple[Array, ...]
-Results = tuple[Array, Array]
+Padded = tuple[Floats4d, Floats4d, Floats4d]
+Pool: TypeAlias = "Floats3d | Floats4d"  # packed rows, or pages
+Packed: TypeAlias = "tuple[Floats3d, Pool, Pool, Ints1d, Ints1d | None]"
 
 
 @overload
 def attention(
     *, learned: Sequence[str] = (), return_lse: Literal[False] = False, **options: Unpack[OptionKeywords]
-) -> Model[Arrays, Array]: ...
+) -> Model[Padded, Floats4d]: ...
 @overload
 def attention(
     *, learned: Sequence[str] = (), return_lse: Literal[True], **options: Unpack[OptionKeywords]
-) -> Model[Arrays, Results]: ...
+) -> Model[Padded, tuple[Floats4d, Floats3d]]: ...
 def attention(
-    *, learned: Sequence[str] = (), return_lse: bool = False, **options: Unpack[OptionKeywords]
-) -> Model[Arrays, Any]:
+    *others: Any, learned: Sequence[str] = (), return_lse: bool = False, **options: Unpack[OptionKeywords]
+) -> Model[Padded, Any]:
     """A layer from ``(q, k, v)`` to the result of `cuflash.attention`.
+
+    See the page "Semantics" (docs/semantics.md).
 
     Parameters
     ----------
@@ -68,7 +76,8 @@ def attention(
     Raises
     ------
     TypeError, ValueError, NotImplementedError
-        As `cuflash.attention` when it runs; ValueError here for a name in `learned` that is not among the options.
+        As `cuflash.attention` when it runs; here TypeError for what is no option, and ValueError for a name in
+        `learned` that is not among the options.
 
     Examples
     --------
@@ -81,21 +90,23 @@ def attention(
     >>> layer.get_grad("sink").shape
     (2,)
     """
-    return _layer("attention", 3, learned, return_lse, options)
+    return _layer("attention", others, learned, return_lse, options)
 
 
 @overload
 def attention_varlen(
     *, learned: Sequence[str] = (), return_lse: Literal[False] = False, **options: Unpack[OptionKeywords]
-) -> Model[Arrays, Array]: ...
+) -> Model[Packed, Floats3d]: ...
 @overload
 def attention_varlen(
     *, learned: Sequence[str] = (), return_lse: Literal[True], **options: Unpack[OptionKeywords]
-) -> Model[Arrays, Results]: ...
+) -> Model[Packed, tuple[Floats3d, Floats2d]]: ...
 def attention_varlen(
-    *, learned: Sequence[str] = (), return_lse: bool = False, **options: Unpack[OptionKeywords]
-) -> Model[Arrays, Any]:
+    *others: Any, learned: Sequence[str] = (), return_lse: bool = False, **options: Unpack[OptionKeywords]
+) -> Model[Packed, Any]:
     """A layer from ``(q, k, v, cu_seqlens_q, cu_seqlens_k)`` to the result of `cuflash.attention_varlen`.
+
+    See the page "Semantics" (docs/semantics.md).
 
     Parameters
     ----------
@@ -121,10 +132,26 @@ def attention_varlen(
     >>> len(backprop(out))
     3
     """
-    return _layer("attention_varlen", 5, learned, return_lse, options)
+    return _layer("attention_varlen", others, learned, return_lse, options)
 
 
-def _layer(name: str, num_inputs: int, learned: Sequence[str], return_lse: bool, options: Any) -> Model[Arrays, Any]:
+show_options(attention, attention_varlen)
+
+_INPUTS = {"attention": ("q", "k", "v"), "attention_varlen": ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")}
+
+
+def _layer(
+    name: str, others: Sequence[Any], learned: Sequence[str], return_lse: bool, options: Mapping[str, Any]
+) -> Model[Any, Any]:
+    inputs = _INPUTS[name]
+    if others:
+        raise TypeError(
+            f"{name}: expected options by name alone, got {len(others)} by position; {_when_it_runs(inputs)}"
+        )
+    for each in options:
+        if each in inputs or OPTIONS.get(each) in inputs:
+            raise TypeError(f"{each}: no such option; {_when_it_runs(inputs)}")
+    check_names(options)
     return_lse = check_bool("return_lse", return_lse)
     allowed = (*EXTRA_GRADS, "operands")
     if isinstance(learned, str) or not isinstance(learned, (tuple, list, set, frozenset)):
@@ -144,8 +171,12 @@ def _layer(name: str, num_inputs: int, learned: Sequence[str], return_lse: bool,
         params |= {each: x for each, x in arrays.items() if is_differentiable(x)}
     constants = {each: x for each, x in arrays.items() if each not in params}
     attrs: dict[str, Any] = {"options": given, "constants": constants, "operands": names}
-    attrs |= {"num_inputs": num_inputs, "return_lse": return_lse}
+    attrs |= {"num_inputs": len(inputs), "return_lse": return_lse}
     return Model(name, _forward, params=params, attrs=attrs)
+
+
+def _when_it_runs(inputs: Sequence[str]) -> str:
+    return f"the layer gets ({', '.join(inputs)}) as its input, when it runs"
 
 
 def _form(model: Model[Arrays, Any], inputs: Arrays) -> tuple[Form, list[Array]]:

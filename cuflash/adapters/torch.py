@@ -16,6 +16,8 @@ except ImportError as error:
     raise ImportError('cuflash.adapters.torch needs PyTorch: pip install "cuflash[torch]"') from error
 
 from cuflash.adapters.form import NO_SECOND_DERIVATIVE, Form, form_of
+from cuflash.frontend.run import show_options
+from cuflash.hints import MISSING, wrong_options_call
 from cuflash.problem.checks import check_bool
 
 if TYPE_CHECKING:
@@ -97,9 +99,16 @@ def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: Literal[True], **options: Unpack[OptionKeywords]
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool = False, **options: Unpack[OptionKeywords]
+    q: torch.Tensor = MISSING,
+    k: torch.Tensor = MISSING,
+    v: torch.Tensor = MISSING,
+    *others: Any,
+    return_lse: bool = False,
+    **options: Unpack[OptionKeywords],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`cuflash.attention` of tensors, which may require grad.
+
+    See the page "Semantics" (docs/semantics.md).
 
     Parameters
     ----------
@@ -127,6 +136,8 @@ def attention(
     >>> q.grad.shape
     torch.Size([1, 6, 2, 8])
     """
+    if others or q is MISSING or k is MISSING or v is MISSING:
+        raise wrong_options_call(attention, (q, k, v, *others), options)
     return _apply((q, k, v), return_lse, options)
 
 
@@ -153,16 +164,18 @@ def attention_varlen(
     **options: Unpack[OptionKeywords],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 def attention_varlen(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor | None,
-    *,
+    q: torch.Tensor = MISSING,
+    k: torch.Tensor = MISSING,
+    v: torch.Tensor = MISSING,
+    cu_seqlens_q: torch.Tensor = MISSING,
+    cu_seqlens_k: torch.Tensor | None = MISSING,
+    *others: Any,
     return_lse: bool = False,
     **options: Unpack[OptionKeywords],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`cuflash.attention_varlen` of tensors, which may require grad: `attention` for packed sequences.
+
+    See the page "Semantics" (docs/semantics.md).
 
     Parameters
     ----------
@@ -188,7 +201,12 @@ def attention_varlen(
     >>> q.grad.shape
     torch.Size([6, 2, 8])
     """
+    if others or q is MISSING or k is MISSING or v is MISSING or cu_seqlens_q is MISSING or cu_seqlens_k is MISSING:
+        raise wrong_options_call(attention_varlen, (q, k, v, cu_seqlens_q, cu_seqlens_k, *others), options)
     return _apply((q, k, v, cu_seqlens_q, cu_seqlens_k), return_lse, options)
+
+
+show_options(attention, attention_varlen)
 
 
 def _apply(inputs: Sequence[Any], return_lse: bool, options: Any) -> Any:

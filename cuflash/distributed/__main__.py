@@ -151,7 +151,7 @@ def _link(runner: Runner, on_gpu: bool) -> float:
             _wait(on_gpu)
             start = time.perf_counter()
             comm.send(x, (comm.rank + 1) % comm.world)
-            received = comm.receive((comm.rank - 1) % comm.world)
+            received: Any = comm.receive((comm.rank - 1) % comm.world)
             if not on_gpu:
                 received = received.copy()
             _wait(on_gpu)

@@ -9,14 +9,16 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from cuflash.distributed.turns import Turns
 from cuflash.kept import kept
+from cuflash.typing import Message
 
 Array = Any
+T = TypeVar("T")
 DEFAULT_TIME_LIMIT = 60.0
 
 
@@ -39,6 +41,16 @@ class Communicator(ABC):
         Seconds after which a rank that waits for another one raises TimeoutError.
     check : bool
         Whether the arguments of every call are compared over the ranks.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> from concurrent.futures import ThreadPoolExecutor
+    >>> def rank(comm):
+    ...     return comm.all_gather(comm.rank), comm.sum(np.full(2, comm.rank + 1)).tolist()
+    >>> with ThreadPoolExecutor(2) as pool:
+    ...     list(pool.map(rank, cuflash.distributed.threads(2)))
+    [([0, 1], [3, 3]), ([0, 1], [3, 3])]
     """
 
     def __init__(self, rank: int, world: int, time_limit: float, check: bool) -> None:
@@ -56,7 +68,7 @@ class Communicator(ABC):
         """Hand arrays to another rank; they must not change before `barrier`."""
 
     @abstractmethod
-    def receive(self, source: int, tag: int = 0) -> Any:
+    def receive(self, source: int, tag: int = 0) -> Message:
         """Return the next message of another rank with this tag, on this rank's device."""
 
     def receive_soon(self, source: int, tag: int = 0) -> Pending:
@@ -64,7 +76,7 @@ class Communicator(ABC):
         return Later(self, source, tag)
 
     @abstractmethod
-    def all_gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: T) -> list[T]:
         """Return the values of all ranks by their numbers; they are small and no arrays."""
 
     @abstractmethod
@@ -86,19 +98,21 @@ class Communicator(ABC):
         """Wait until every rank is here and has read what was sent to it."""
         self.all_gather(None)
 
-    def sum(self, x: Array) -> Array:
+    def sum(self, x: T) -> T:
         """Sum an array over all ranks in the order of their numbers, so that each has the same bits."""
-        total = None
+        total: Any = None
+        part: Any
         for part in self.exchange([x] * self.world):
             total = part.copy() if total is None else total + part
-        return total
+        result: T = total
+        return result
 
-    def exchange(self, messages: Sequence[Any]) -> list[Any]:
+    def exchange(self, messages: Sequence[T]) -> list[T]:
         """Send the n-th message to rank n, and return what each rank sent here."""
         for distance in range(1, self.world):
             to = (self.rank + distance) % self.world
             self.send(messages[to], to)
-        received = [messages[self.rank]] * self.world
+        received: list[Any] = [messages[self.rank]] * self.world
         for distance in range(1, self.world):
             source = (self.rank - distance) % self.world
             received[source] = self.receive(source)
@@ -119,7 +133,7 @@ class Group(Communicator):
         """Hand arrays to another rank of the group."""
         self._whole.send(message, self._ranks[to], tag)
 
-    def receive(self, source: int, tag: int = 0) -> Any:
+    def receive(self, source: int, tag: int = 0) -> Message:
         """Return the next message of another rank of the group."""
         return self._whole.receive(self._ranks[source], tag)
 
@@ -127,7 +141,7 @@ class Group(Communicator):
         """Return the next message of another rank of the group, which may arrive while this one computes."""
         return self._whole.receive_soon(self._ranks[source], tag)
 
-    def all_gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: T) -> list[T]:
         """Return the values of the group's ranks; all ranks of the whole take part."""
         told = self._whole.all_gather(value)
         return [told[rank] for rank in self._ranks]
@@ -256,7 +270,7 @@ class ThreadCommunicator(Communicator):
             self._board.mailboxes[self.rank, to, tag].append((message, event))
             self._board.condition.notify_all()
 
-    def receive(self, source: int, tag: int = 0) -> Any:
+    def receive(self, source: int, tag: int = 0) -> Message:
         """Return the next message of another thread; arrays of another GPU are copied to this one's."""
         return self._copied(*self._take(source, tag)).get()
 
@@ -331,7 +345,7 @@ class ThreadCommunicator(Communicator):
         super().barrier()
         self._borrowed.clear()
 
-    def all_gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: T) -> list[T]:
         """Pass values as they are, and wait for the last thread."""
         self._check_open()
         board = self._board

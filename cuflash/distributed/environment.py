@@ -112,6 +112,14 @@ def from_environment(
         Where rank 0 finds no free port.
     RuntimeError
         Where a rank fails meanwhile, or no transport works.
+
+    Examples
+    --------
+    >>> import cuflash
+    >>> comm = cuflash.distributed.from_environment(device=None)  # torchrun --nproc-per-node 4 has a world of 4
+    >>> comm.rank, comm.world
+    (0, 1)
+    >>> comm.close()
     """
     time_limit = _check_time_limit(time_limit)
     check = check_bool("check", check)

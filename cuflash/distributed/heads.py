@@ -79,6 +79,8 @@ def ulysses_attention(
 
     Heads that the number of ranks does not divide are dealt unevenly, and KV heads fewer than ranks are replicated.
 
+    See the page "Semantics" (docs/semantics.md).
+
     Parameters
     ----------
     q, k, v, comm, order, cu_seqlens, return_lse, **options
@@ -157,6 +159,8 @@ def ulysses_attention_backward(
     **options: Unpack[OptionKeywords],
 ) -> tuple[ArrayT | None, ...]:
     """Gradients of `ulysses_attention`.
+
+    See the page "Semantics" (docs/semantics.md).
 
     Parameters
     ----------
@@ -240,6 +244,8 @@ def ulysses_attention_vjp(
     **options: Unpack[OptionKeywords],
 ) -> tuple[Any, RankBackward[ArrayT]]:
     """`ulysses_attention` and its gradient function.
+
+    See the page "Semantics" (docs/semantics.md).
 
     Parameters
     ----------

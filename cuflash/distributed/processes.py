@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from typing import Any
+from typing import Any, TypeVar
 
 from cuflash.distributed import ipc, nccl, wire
 from cuflash.distributed.communicators import Arriving, Communicator, Pending
 from cuflash.distributed.links import HostLink, Link
 from cuflash.distributed.mesh import MESSAGE, Mesh
+from cuflash.typing import Message
 
+T = TypeVar("T")
 TRANSPORTS = ("auto", "ipc", "nccl")
 
 
@@ -53,7 +55,7 @@ class ProcessCommunicator(Communicator):
         offered = self._link.offer(gpu, to)
         self._mesh.post(to, MESSAGE, (offered, detached, wire.refs_of(detached, wire.GPU)), host)
 
-    def receive(self, source: int, tag: int = 0) -> Any:
+    def receive(self, source: int, tag: int = 0) -> Message:
         """Return the next message of another process in new arrays, CuPy's on this rank's GPU."""
         return self._arriving(source, tag).get()
 
@@ -74,7 +76,7 @@ class ProcessCommunicator(Communicator):
             self._here[source, its].append((message, event))
         return Arriving(*self._here[source, tag].popleft())
 
-    def all_gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: T) -> list[T]:
         """Return all ranks' values: None, bools, numbers, strings, bytes, and small tuples, lists and dicts of such."""
         self._check_open()
         try:

@@ -83,6 +83,8 @@ def ring_attention(
 ) -> Any:
     """Compute attention of this rank's queries over the keys of all ranks.
 
+    See the page "Semantics" (docs/semantics.md).
+
     Parameters
     ----------
     q : array (batch, this rank's tokens, num_heads_q, head_dim), packed (this rank's tokens, num_heads_q, head_dim)
@@ -189,6 +191,8 @@ def ring_attention_backward(
 ) -> tuple[ArrayT | None, ...]:
     """Gradients of `ring_attention`.
 
+    See the page "Semantics" (docs/semantics.md).
+
     Parameters
     ----------
     dout, out : array as `ring_attention` returns out
@@ -280,6 +284,8 @@ def ring_attention_vjp(
     **options: Unpack[OptionKeywords],
 ) -> tuple[Any, RankBackward[ArrayT]]:
     """`ring_attention` and its gradient function.
+
+    See the page "Semantics" (docs/semantics.md).
 
     Parameters
     ----------

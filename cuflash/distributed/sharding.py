@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cuflash import interop
 from cuflash.distributed.communicators import Communicator, check_communicator
@@ -108,7 +109,7 @@ def unshard(x: ArrayT, comm: Communicator, order: str = "zigzag", axis: int = 1)
         return library.release(whole)
 
 
-def positions(seqlen: int, comm: Communicator, order: str = "zigzag") -> np.ndarray[Any, np.dtype[np.int64]]:
+def positions(seqlen: int, comm: Communicator, order: str = "zigzag") -> NDArray[np.int64]:
     """Return the positions in the whole sequence of this rank's rows, which rotary embeddings need.
 
     Parameters

@@ -59,6 +59,8 @@ def attention_allreduce(
 ) -> ArrayT:
     """Compute attention of this rank's heads, projected and summed over all ranks.
 
+    See the page "Semantics" (docs/semantics.md).
+
     Parameters
     ----------
     q : array (batch, seqlen_q, this rank's query heads, head_dim), packed without batch
@@ -119,6 +121,8 @@ def attention_allreduce_vjp(
     **options: Unpack[OptionKeywords],
 ) -> tuple[ArrayT, Callable[[ArrayT], tuple[ArrayT, ...]]]:
     """`attention_allreduce` and its gradient function.
+
+    See the page "Semantics" (docs/semantics.md).
 
     Parameters
     ----------

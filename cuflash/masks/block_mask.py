@@ -265,6 +265,12 @@ class BlockMask(PreparedMask, Patterns, metaclass=OfMasks):
         """The option `window` that shows the same; None if none does, or if the mask was made on a GPU.
 
         Without lengths and packed sequences such a mask is computed as that window.
+
+        Examples
+        --------
+        >>> import cuflash
+        >>> cuflash.BlockMask.sliding_window(8, 8, left=3, right=0).window
+        (3, 0)
         """
         if self._window is None:
             self._window = (find_window(self._store, *self.shape[2:]) if self._home == HOST else None,)
@@ -272,13 +278,20 @@ class BlockMask(PreparedMask, Patterns, metaclass=OfMasks):
 
     @property
     def density(self) -> float:
-        """The fraction of visible elements; 0.0 if there are no elements. A mask on a GPU is copied to the host."""
+        """The fraction of visible elements; 0.0 if there are no elements. A mask on a GPU is copied to the host.
+
+        Examples
+        --------
+        >>> import cuflash
+        >>> cuflash.BlockMask.sliding_window(4, 4, left=0, right=0).density
+        0.25
+        """
         if self._density is None:
             size = math.prod(self.shape)
             self._density = count_visible(self._store, *self.shape[2:]) / size if size else 0.0
         return self._density
 
-    def to_dense(self) -> Array:
+    def to_dense(self) -> NDArray[np.bool_]:
         """The bool array of `shape`, of the library and on the device of the array that the mask was made from.
 
         Examples
@@ -287,6 +300,7 @@ class BlockMask(PreparedMask, Patterns, metaclass=OfMasks):
         >>> cuflash.BlockMask.sliding_window(3, 3, left=1, right=0).to_dense()[0, 0].tolist()
         [[True, False, False], [True, True, False], [False, True, True]]
         """
+        dense: Array
         if self._home == HOST:
             dense = to_dense(np, self._store.slots, self._store.bits, self.shape)
         else:
@@ -294,7 +308,9 @@ class BlockMask(PreparedMask, Patterns, metaclass=OfMasks):
 
             with cupy.cuda.Device(self._home):
                 dense = to_dense(cupy, *self.arrays(cupy), self.shape)
-        return dense if self._release is None else self._release(dense)
+        # CuPy's arrays have the methods of NumPy's, and carry no types.
+        result: Array = dense if self._release is None else self._release(dense)
+        return result
 
     def draw(self, batch: int = 0, head: int = 0, *, rows: int = 32, columns: int = 64) -> str:
         """A small picture of one head in plain text: queries go down, keys go across.

@@ -85,6 +85,8 @@ def attention(
 ) -> Any:
     """Compute attention over keys and values in host memory.
 
+    See the page "Semantics" (docs/semantics.md).
+
     Parameters
     ----------
     q : array (batch, seqlen_q, num_heads_q, head_dim)
@@ -181,6 +183,8 @@ def attention_vjp(
     **options: Unpack[OptionKeywords],
 ) -> tuple[Any, Backward[ArrayT]]:
     """`attention` over keys in host memory, and its gradient function.
+
+    See the page "Semantics" (docs/semantics.md).
 
     Parameters
     ----------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from collections.abc import Callable
@@ -206,10 +207,68 @@ def test_an_adapter_says_what_to_install(library: str) -> None:
             import cuflash.adapters.{library}
         except ImportError as error:
             print(error)
+        try:
+            cuflash.adapters.{library}
+        except ImportError as error:
+            print(error)
     """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     expected = f'cuflash.adapters.{library} needs {names[library]}: pip install "cuflash[{library}]"'
-    assert done.stdout.strip() == expected
+    assert done.stdout.splitlines() == [expected] * 2
+
+
+def test_an_adapter_is_imported_when_it_is_asked_for() -> None:
+    pytest.importorskip("autograd")
+    program = "import cuflash; print(cuflash.adapters.autograd.attention.__module__)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "cuflash.adapters.autograd"
+    adapters: Any = cuflash.adapters
+    with pytest.raises(
+        AttributeError, match="no attribute 'numpy'; expected one of autograd, jax, mygrad, thinc, torch"
+    ):
+        _ = adapters.numpy
+
+
+@pytest.mark.parametrize("library", ["torch", "jax", "autograd", "mygrad"])
+def test_calls_in_the_way_of_another_library_get_hints(library: str) -> None:
+    module = adapter(library)
+    q = np.ones((1, 2, 2, 4), np.float32)
+    if library == "torch":
+        import torch
+
+        q = torch.tensor(q)
+
+    def assert_same(name: str, *arrays: Array, **options: Any) -> None:
+        """The error is word for word that of cuflash's own function."""
+        with pytest.raises(TypeError) as expected:
+            getattr(cuflash, name)(*arrays, **options)
+        with pytest.raises(TypeError) as met:
+            getattr(module, name)(*arrays, **options)
+        assert str(met.value) == str(expected.value)
+
+    assert_same("attention", query=q, key=q, value=q)
+    assert_same("attention", q, q)
+    assert_same("attention", q, q, q, None, 0.0)
+    assert_same("attention", q, q, q, is_causal=True)
+    assert_same("attention", q, q, q, casual=True)
+    assert_same("attention_varlen", q[0], q[0], q[0])
+    assert_same("attention_varlen", q[0], q[0], q[0], q, q, 2, 2)
+    assert_same("attention_varlen", q[0], q[0], q[0], q, q, max_seqlen_q=2)
+    for name in ("attention", "attention_varlen"):
+        shown = inspect.signature(getattr(module, name)).parameters
+        assert "causal" in shown and "others" not in shown and shown["q"].default is inspect.Parameter.empty
+
+
+def test_thinc_says_where_its_inputs_are_given() -> None:
+    module = adapter("thinc")
+    with pytest.raises(TypeError, match=r"by name alone, got 2 by position; the layer gets \(q, k, v\) as its input"):
+        module.attention(1, 2)
+    with pytest.raises(TypeError, match=r"query: no such option; the layer gets \(q, k, v\) as its input"):
+        module.attention(query=1)
+    with pytest.raises(TypeError, match="cu_seqlens_q: no such option; the layer gets .*cu_seqlens_q"):
+        module.attention_varlen(cu_seqlens_q=1)
+    with pytest.raises(TypeError, match="is_causal: no such option; cuflash calls it causal=True"):
+        module.attention(is_causal=True)
 
 
 def test_torch_gradcheck() -> None:

@@ -128,7 +128,9 @@ def pattern(comm: Comm) -> Array:
 def around(comm: Comm) -> Any:
     """Call in the backward pass's order, with two messages on their way before the first is received."""
     to, source = (comm.rank + 1) % comm.world, (comm.rank - 1) % comm.world
-    kv, sums = pattern(comm), np.zeros(4, int)
+    kv: Any = pattern(comm)
+    sums: Any = np.zeros(4, int)
+    result: Any
     for step in range(comm.world):
         if step + 1 < comm.world:
             comm.send((kv, kv), to)
@@ -137,7 +139,8 @@ def around(comm: Comm) -> Any:
         sums = sums + kv
         comm.send(sums, to)
         if step + 1 < comm.world:
-            kv, _ = comm.receive(source)
+            received: Any = comm.receive(source)
+            kv, _ = received
     result = comm.receive(source)
     comm.barrier()
     return result.tolist()
@@ -166,11 +169,13 @@ def test_one_answers_the_other() -> None:
     """A rank may receive before it sends, with values and messages without arrays between."""
 
     def work(comm: Comm) -> Any:
+        found: Any
         if comm.rank == 0:
             comm.send(pattern(comm), 1)
             found = comm.receive(1)
         elif comm.rank == 1:
-            found = comm.receive(0) + 1
+            found = comm.receive(0)
+            found = found + 1
             comm.send(found, 0)
             comm.send("text", 2)
         else:
@@ -187,7 +192,8 @@ def test_what_is_never_received_waits_for_nobody() -> None:
     def work(comm: Comm) -> Any:
         comm.send(pattern(comm), 1 - comm.rank)
         comm.barrier()
-        return comm.receive(1 - comm.rank).tolist()
+        received: Any = comm.receive(1 - comm.rank)
+        return received.tolist()
 
     assert run(2, work) == [[100, 101, 102, 103], [0, 1, 2, 3]]
 

@@ -421,12 +421,13 @@ def test_new_steps_fill_the_same_arrays() -> None:
     a = pair.add()
     pair.grow([a], 30)
     first = pair.small.step([a], 1)
-    table, lengths = first.block_table, first.kv_lengths
+    table: Any = first.block_table
+    lengths = first.kv_lengths
     second = pair.small.step([a], 1)
     assert second is first
-    assert second.block_table is table
     assert lengths.tolist() == [32]
     assert ((table >= 0).sum(), second.num_host_pages) == (6, 2)
+    assert second.block_table is table
 
 
 @pytest.mark.parametrize("most_pitch", [1 << 31, 1])

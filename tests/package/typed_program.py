@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from typing_extensions import assert_type
 
 import cuflash
-from cuflash.typing import Backward, OwnArray
+from cuflash.typing import Backward, Message, OwnArray
 
 Floats = NDArray[np.float32]
 Halves = NDArray[np.float16]
@@ -61,6 +61,8 @@ def pages(q: Floats, k: Floats, v: Floats) -> None:
     assert_type(cache.k, OwnArray)
     step = cache.step([cache.add()], 3)
     assert_type(step.append(0, q, k, v), Floats)
+    assert_type((step.block_table, step.kv_lengths), tuple[OwnArray, OwnArray])
+    assert_type(step.cu_seqlens, "OwnArray | None")
     assert_type(step.attend(0, q), Floats)
     assert_type(cuflash.attention(q, cache.k[0], cache.v[0], block_table=step.block_table), Floats)
 
@@ -68,11 +70,24 @@ def pages(q: Floats, k: Floats, v: Floats) -> None:
 def converted(table: NDArray[np.int32], lse: Floats) -> None:
     assert_type(cuflash.conversions.from_csr(table, table, table, 16), tuple[NDArray[np.int32], NDArray[np.int32]])
     assert_type(cuflash.conversions.to_base2_lse(cuflash.conversions.from_base2_lse(lse)), Floats)
-    assert_type(cuflash.rules.explain(lambda s, b, h, i, j: s), str)
+    assert_type(cuflash.rules.explain(shifted), str)
+
+
+def shifted(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    return s + 1
+
+
+def masks(mask: NDArray[np.bool_]) -> None:
+    assert_type(cuflash.BlockMask.from_dense(mask).to_dense(), NDArray[np.bool_])
 
 
 def elsewhere(q: Floats, comm: cuflash.distributed.Communicator) -> None:
     assert_type(cuflash.distributed.shard(q, comm), Floats)
+    assert_type(cuflash.distributed.positions(8, comm), NDArray[np.int64])
+    assert_type(comm.receive(0), Message)
+    assert_type(comm.all_gather(q.shape), list[tuple[Any, ...]])
+    assert_type(comm.exchange([q, q]), list[Floats])
+    assert_type(comm.sum(q), Floats)
     assert_type(cuflash.distributed.ring_attention(q, q, q, comm, order="striped"), Floats)
     assert_type(cuflash.offload.attention(q, q, q, share=0.5, return_lse=True), tuple[Floats, Floats])
     assert_type(cuflash.offload.pinned_empty((1, 2), np.float32), Floats)
