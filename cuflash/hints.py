@@ -326,4 +326,6 @@ def wrong_call(
     rest = f", and by name {others}" if others else ""
     are_numbers = all(isinstance(x, int) and not isinstance(x, bool) for x in args[len(by_place) :])
     hint = "; no maximal lengths are needed" if "cu_seqlens_q" in by_place and are_numbers else ""
-    return TypeError(f"{name}: expected by position ({', '.join(by_place)}){rest}, got {len(args)} by position{hint}")
+    return TypeError(
+        f"{name}: expected positional arguments ({', '.join(by_place)}){rest}, got {len(args)} by position{hint}"
+    )

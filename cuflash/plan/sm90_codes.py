@@ -22,6 +22,8 @@ _KNOWN = tuple(flag for flag in (*sm90_forward.HANDLES, "has_fp8") if flag != "h
 # Registers of a thread that loads and decodes, and of one that computes, by the columns of v: results of fewer columns
 # leave more to the loaders, which hold codes on their way.
 _REGISTERS = ((64, (104, 200)), (128, (88, 208)), (256, (72, 216)))
+# Scales of tokens take registers, of which results of more columns than the first leave enough for so many keys.
+_COLUMNS_OF_TOKENS, _MOST_KEYS = 128, 96
 _BARRIERS = 16  # bytes of the two barriers of a buffer
 Launches = tuple[Sm90ForwardConfig, int]  # a kernel, and the splits of the keys of each of its tiles
 
@@ -67,7 +69,8 @@ def forward(
     if num_splits > 1:
         own = replace(own, splits_keys=True, staging_panels=0)
     found = sm90_forward.candidates(halves, replace(own, pair=1))
-    codes = (_of_codes(problem, each, token_scales) for each in found)
+    most_keys = _MOST_KEYS if token_scales and config.head_dim_v > _COLUMNS_OF_TOKENS else config.block_n
+    codes = (_of_codes(problem, each, token_scales) for each in found if each.block_n <= most_keys)
     return tuple((each, num_splits) for each in codes if each.smem_bytes <= SMEM_BYTES)
 
 
@@ -104,6 +107,7 @@ def _of_codes(problem: AttentionProblem, config: Sm90ForwardConfig, token_scales
         # The error of a row with a large weight is the smallest then, by which FP8 is judged.
         follows_every_maximum=True,
         early_powers=0,
+        bounded_scores=False,
         producer_registers=loading,
         consumer_registers=computing,
         plain_scores=has_plain_scores(problem),

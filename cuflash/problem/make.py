@@ -7,7 +7,7 @@ from cuflash.problem import checks
 from cuflash.problem.attention_problem import DTYPES, MAX_HEAD_DIM, Array, AttentionProblem, accum_of
 from cuflash.problem.fp8 import check_fp8_dtypes, check_out_dtype, check_scales, is_fp8
 from cuflash.problem.options import Options
-from cuflash.problem.own_rules import check_receivers, operand_types
+from cuflash.problem.own_rules import operand_types
 from cuflash.problem.pages import check_cu_seqlens_k, check_pages, check_splits
 from cuflash.rules.form import trace_rules
 
@@ -52,7 +52,6 @@ def make_problem(arrays: dict[str, Array], options: Options) -> AttentionProblem
     checks.check_precision(o.precision)
     num_splits, split_size = check_splits(o.num_splits, o.split_size)
     operands = operand_types(o.operands)
-    check_receivers(operands, o.score_mod, o.mask_mod)
     alibi = o.alibi_slopes
     bias_dtypes = ("float32",) if dtype == e4m3.NAME else (dtype, "float32")
     return AttentionProblem(

@@ -40,15 +40,6 @@ def check_operands(operands: object) -> tuple[Any, ...]:
     return tuple([np.asarray(x) if isinstance(x, np.generic) else x for x in operands])
 
 
-def check_receivers(operands: Sequence[Any], *functions: object) -> None:
-    """Raise ValueError for operands that no function receives."""
-    if operands and all(function is None for function in functions):
-        raise ValueError(
-            f"operands: expected a score_mod or a mask_mod beside them, which receive them, got {len(operands)} "
-            "operands and neither function"
-        )
-
-
 def operand_types(operands: Sequence[Any]) -> tuple[OperandType, ...]:
     """Return shapes and dtypes of adopted operands; TypeError for dtypes that no rule computes with."""
     kinds = []

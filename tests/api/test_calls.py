@@ -31,8 +31,8 @@ def step() -> Any:
 BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "maximal lengths": (
         lambda: Untyped.attention_varlen(ROWS, ROWS, ROWS, CU, CU, 64, 64),
-        r"^attention_varlen: expected by position \(q, k, v, cu_seqlens_q, cu_seqlens_k\), and by name options, such "
-        "as causal= .*, got 7 by position; no maximal lengths are needed$",
+        r"^attention_varlen: expected positional arguments \(q, k, v, cu_seqlens_q, cu_seqlens_k\), and by name "
+        "options, such as causal= .*, got 7 by position; no maximal lengths are needed$",
     ),
     "one cu_seqlens": (
         lambda: Untyped.attention_varlen(ROWS, ROWS, ROWS, cu_seqlens=CU),
@@ -56,12 +56,12 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a table by place": (
         lambda: Untyped.append_kv(X, X, X, X, LENGTHS, LENGTHS),
-        r"^append_kv: expected by position \(k, v, k_cache, v_cache, kv_lengths\), and by name block_table, .* got 6",
+        r"^append_kv: expected positional arguments \(k, v, k_cache, v_cache, kv_lengths\), and by name block_table",
     ),
     "query, key, value": (lambda: Untyped.attention(query=X, key=X, value=X), "^query: .* calls it q;"),
     "a number by place": (
         lambda: Untyped.attention(X, X, X, 0.0),
-        r"^attention: expected by position \(q, k, v\), and by name options, such as causal= .*, got 4 by position$",
+        r"^attention: expected positional arguments \(q, k, v\), and by name options, such as causal= .*, got 4 by",
     ),
     "a bool by place": (lambda: Untyped.attention(X, X, X, True), "and by name options"),
     "k alone is missing": (lambda: Untyped.attention(X, v=X), "^attention: expected q, k, v, got no k$"),

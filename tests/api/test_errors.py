@@ -192,11 +192,6 @@ OPTIONS: dict[str, Row] = {
         ValueError,
         ("where (batch, num_heads_q, seqlen_q, seqlen_k) is (2, 4, 6, 8)", "takes seqlen_q and seqlen_k before batch"),
     ),
-    "operands alone": (
-        {"operands": (zeros(3),)},
-        ValueError,
-        ("operands: expected a score_mod or a mask_mod", "got 1 operands and neither function"),
-    ),
     "block mask batch": ({"block_mask": block_mask(3, 4, 6, 8)}, ValueError, ("block_mask", "(3, 4, 6, 8)")),
     "deterministic": ({"deterministic": "yes"}, TypeError, ("deterministic", "bool", "str")),
     "deterministic number": ({"deterministic": 0}, TypeError, ("deterministic", "bool", "int")),

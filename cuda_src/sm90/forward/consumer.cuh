@@ -7,10 +7,11 @@
 #include "storage.cuh"
 
 // COPIES is how many copies of a step the loop has: for the first tile of keys, for masked and for other tiles; with
-// two, the first tile takes the masked copy, too.
-constexpr int COPIES = NUM_OPTIONS > 1 || HAS_DROPOUT || HAS_SCORE_MOD || HAS_MASK_MOD ? 1
-                       : HEAD_DIM > 64 && (HAS_MASK || HAS_BIAS)                       ? 2
-                                                                                       : 3;
+// two, the first tile takes the masked copy, too. Kernels on codes have long loaders, and fewer copies, which compile
+// in less time.
+constexpr int COPIES = NUM_OPTIONS > 1 || HAS_DROPOUT || HAS_SCORE_MOD || HAS_MASK_MOD || (HAS_FP8 && HAS_OPTIONS) ? 1
+                       : (HEAD_DIM > 64 && (HAS_MASK || HAS_BIAS)) || HAS_FP8                                      ? 2
+                                                                                                                   : 3;
 // EARLY_QUERIES: where the next queries have no buffer of their own, the last step of a tile releases its queries as
 // soon as it can.
 constexpr bool EARLY_QUERIES = TEAMS > 1 || (QUERY_STAGES == 1 && (!HAS_OPTIONS || (HAS_BLOCK_MASK && COPIES == 3)));
