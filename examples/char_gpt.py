@@ -123,7 +123,7 @@ class CharGPT:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of everything but attention."""
+        """Return the dtype of everything but attention."""
         dtype: np.dtype[Any] = self.parameters["characters"].dtype
         return dtype
 

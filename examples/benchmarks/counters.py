@@ -93,7 +93,7 @@ def make_calls(calls: Sequence[Call]) -> None:
 
 
 def by_call(rows: Iterable[dict[str, str]]) -> list[dict[str, Any]]:
-    """Of each call the kernel that took longest, and how much of the call's time that was; a row is one metric."""
+    """Return each call's longest kernel, and how much of the call's time it took; a row is one metric."""
     calls: list[list[dict[str, Any]]] = [[]]
     kernels: dict[str, dict[str, Any]] = {}
     for row in rows:

@@ -42,7 +42,7 @@ def truth(cell: Cell, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> dict[str
 
 
 def head_errors(inputs: Inputs, found: dict[str, dict[str, Tensor]]) -> dict[str, HeadErrors]:
-    """Of all `found`, ``{peer: {result: tensor}}``."""
+    """Return the errors of all `found`, ``{peer: {result: tensor}}``."""
     heads: dict[tuple[str, str, str], list[np.ndarray]] = {}
     for sequence in range(inputs.cell.batch):
         true = truth(inputs.cell, *(_double(inputs.torch(name), sequence) for name in ("q", "k", "v", "dout")))

@@ -76,7 +76,7 @@ def errors_of(inputs: Inputs) -> dict[str, dict[str, list[Tensor]]]:
 
 
 def statistics(error: Tensor) -> dict[str, float]:
-    """Of all elements; inf where one is not finite."""
+    """Return the statistics of all elements; inf where one is not finite."""
     if not bool(error.isfinite().all()):
         return dict.fromkeys(STATISTICS, float("inf"))
     rank = max(int(0.9999 * error.numel()), 1)

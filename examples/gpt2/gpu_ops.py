@@ -276,7 +276,7 @@ class CupyOps(NumpyOps):
 
     @cached_property
     def _hopper_bytes(self) -> int:
-        """Of shared memory that a block may have, from Hopper on: others have no bulk copies into it."""
+        """Return the shared memory that a block may have, from Hopper on: others have no bulk copies into it."""
         gpu = self.xp.cuda.Device()
         return int(gpu.attributes["MaxSharedMemoryPerBlockOptin"]) if int(gpu.compute_capability) >= 90 else 0
 

@@ -1,7 +1,7 @@
 // -log softmax(logits)[target] of each row; the logits become the gradient of the mean loss. A row waits in shared
 // memory for the sum of its exponentials, so that it is read once and written once.
 
-// Of a thread's logits: the largest, and the sum of e to each of them less the largest.
+// Exponentials are the largest of a thread's logits, and the sum of e to each of them less the largest.
 struct Exponentials {
   float maximum = LOWEST, sum = 0;
 

@@ -101,7 +101,7 @@ class Products:
         before_gelu: Array | None = None,
         scale: float = 1.0,
     ) -> Array:
-        """Of matrices or stacks of them; one of the last two axes of an operand is contiguous, and the last of `out`.
+        """Multiply matrices or stacks; one of the last two axes of an operand is contiguous, and the last of `out`.
 
         The product is multiplied by `scale`; `added` has the result's shape and may be `out`. `bias` is added to each
         row; with `before_gelu`, which takes that sum, GELU by tanh follows.
@@ -201,7 +201,7 @@ class Products:
         return close[int(np.argmin(sums))]
 
     def _milliseconds(self, plan: Plan, choice: Choice, operands: tuple[Array, ...], add: bool, repeats: int) -> float:
-        """Of a product, the mean of some; infinite if the library took the kernel back."""
+        """Return the mean time of some runs of a product; infinite if the library took the kernel back."""
         start, end = (self._cupy.cuda.Event() for _ in range(2))
         start.record()
         try:

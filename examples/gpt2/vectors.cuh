@@ -13,7 +13,7 @@ using Index = long long;
 constexpr float LOWEST = -1e30f;                      // below every score; e to it is 0
 constexpr int ROW_VECTORS = WIDTH / (WARP * VECTOR);  // of a row of the model's width, per lane
 constexpr int ROW_THREADS = WIDTH / VECTOR;           // that have a vector of a row each
-// Of layer_norm_backward: rows in a block.
+// GRADIENT_ROWS are the rows of a block of layer_norm_backward.
 constexpr int GRADIENT_ROWS = ROW_THREADS < GRADIENT_THREADS ? GRADIENT_THREADS / ROW_THREADS : 1;
 static_assert(WIDTH % (WARP * VECTOR) == 0, "a warp reads a row in vectors of 16 bytes");
 

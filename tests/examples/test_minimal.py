@@ -31,7 +31,7 @@ def draw(batch: int, heads: int, shape: tuple[int, int, int]) -> tuple[Any, ...]
 
 
 def expected(causal: bool, dout: Any, q: Any, k: Any, v: Any) -> tuple[Any, ...]:
-    """Of the reference: out, lse, dq, dk and dv."""
+    """Return the reference's out, lse, dq, dk and dv."""
     dout, q, k, v = (x.swapaxes(1, 2) for x in (dout, q, k, v))
     out, lse = reference.attention(q, k, v, causal=causal)
     gradients = reference.attention_backward(dout, q, k, v, causal=causal)

@@ -25,7 +25,7 @@ inline double power_of_2(int exponent) {
   return x;
 }
 
-// With `depth` products a[i * step_a] * b[i * step_b].
+// cut_sum() adds `depth` products a[i * step_a] * b[i * step_b].
 inline float cut_sum(float sum, const float* a, int step_a, const float* b, int step_b, int depth, int bits,
                      Format format) {
   const int least = format == Format::kFloat16 ? -14 : format == Format::kE4m3 ? -6 : -126;

@@ -109,7 +109,7 @@ void warp_collective(unsigned mask, WarpOperation operation, void* args, const c
 }
 
 void warp_sync(unsigned mask, Where where) {
-  // Of a block's last, ragged warp some lanes do not exist.
+  // Some lanes of a block's last, ragged warp do not exist.
   mask &= existing_lanes();
   warp_collective(
       mask,
