@@ -50,7 +50,7 @@ class OwnArray(_SpeaksDLPack, Protocol):
         ...
 
 
-# What a rank hands to another one: an array, or several.
+# Message is what a rank hands to another one: an array, or several.
 Message = OwnArray | Sequence["Message"]
 
 

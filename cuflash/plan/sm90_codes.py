@@ -59,7 +59,7 @@ def forward(
     """
     if obstacle(problem) or not all(expressible(*layout) for layout in layouts):
         return ()
-    halves = as_halves(problem)
+    halves = _as_halves(problem)
     config = sm90_forward.forward(halves, (), bias, mask)
     if config is None:
         return ()
@@ -74,7 +74,7 @@ def forward(
     return tuple((each, num_splits) for each in codes if each.smem_bytes <= SMEM_BYTES)
 
 
-def as_halves(problem: AttentionProblem) -> AttentionProblem:
+def _as_halves(problem: AttentionProblem) -> AttentionProblem:
     """Return a problem on 16 bits in pages, whose tiles are those of a problem on codes."""
     pages = problem.pages or Pages(problem.batch, max(problem.seqlen_k, 1), 1)
     return replace(problem, has_fp8_keys=False, out_dtype=None, pages=pages)

@@ -275,7 +275,7 @@ def test_shared_memory_is_clean(queries: str, paged: bool) -> None:
 @needs_compiler
 @pytest.mark.parametrize("case", ["few queries", "block mask", "split_size", "out_dtype", "address"])
 def test_other_calls_take_other_kernels(case: str) -> None:
-    """What the kernel does not do is right all the same."""
+    """Calls that the kernel does not take are right all the same."""
     arrays, scales, numbers = drawn("float16")
     options: dict[str, Any] = {}
     if case == "few queries":

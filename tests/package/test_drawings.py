@@ -13,7 +13,7 @@ import pytest
 
 DRAWINGS = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "drawings.py"))
 LEAST = 20  # CIE76
-# What people see, of linear RGB: Vienot, Brettel and Mollon, "Digital video colourmaps", 1999.
+# SEEN is what people see of linear RGB: Vienot, Brettel and Mollon, "Digital video colourmaps", 1999.
 SEEN = {
     "any": np.eye(3),
     "protanopia": np.array([[0.11238, 0.88762, 0], [0.11238, 0.88762, 0], [0.00401, -0.00401, 1]]),

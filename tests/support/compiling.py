@@ -88,8 +88,8 @@ def passes_of(arch: str) -> list[listing.Pass]:
     return [*listing.of_any_gpu(hardware.capability_of(arch), hardware.smem_limit(arch)), *of_hopper]
 
 
-# With so many options beside a window a pass of gradients may have no candidate that keeps to its registers, if
-# another family serves.
+# MANY_OPTIONS is how many options beside a window may leave a pass of gradients no candidate that keeps to its
+# registers, if another family serves.
 MANY_OPTIONS = 3
 
 

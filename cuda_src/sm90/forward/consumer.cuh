@@ -17,7 +17,6 @@ constexpr int COPIES = NUM_OPTIONS > 1 || HAS_DROPOUT || HAS_SCORE_MOD || HAS_MA
 constexpr bool EARLY_QUERIES = TEAMS > 1 || (QUERY_STAGES == 1 && (!HAS_OPTIONS || (HAS_BLOCK_MASK && COPIES == 3)));
 static_assert(EARLY_POWERS == 0 || (COPIES == 3 && !HAS_DROPOUT), "early powers are not the first, nor dropped");
 static_assert(!WAITS_AFTER_POWERS || (COPIES == 1 && !EARLY_QUERIES && !BOUNDED_SCORES), "queries are released once");
-static_assert(EARLY_POWERS == 0 || !TOKEN_SCALES, "all weights are multiplied together");
 static_assert(TEAMS == 1 || (COPIES == 3 && !PING_PONG && BLOCK_N <= WARPGROUP), "no team waits for another");
 
 // Position is where a tile of keys stands in a run of them: ANY is a copy of a step for all positions.
