@@ -15,7 +15,7 @@ from cpu_device import device as cpu_device
 from cpu_device import hook
 from cpu_device.device import Check, CpuDevice
 from devices import forget_launches
-from fp8 import CODES, RMS_FACTOR, Exact, assert_near, inputs, naive, numbers_of, quantized, rms
+from fp8 import CODES, RMS_FACTOR, Exact, assert_near, inputs, naive, numbers_of, options_for, quantized, rms
 from fp8 import exact as exact_on
 from numpy.typing import NDArray
 from rows import options_of
@@ -77,32 +77,7 @@ def attend(arrays: Any, scales: dict[str, Any], **options: Any) -> tuple[Array, 
     return found
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "causal": {"causal": True},
-    "window": {"window": (30, 10)},
-    "narrow window": {"window": (3, 0)},
-    "softcap": {"softcap": 2.0, "softmax_scale": 0.7},
-    "negative scale": {"softmax_scale": -0.2},
-    "bias": {"bias": RNG.standard_normal((2, 1, *LENGTHS)).astype(np.float32)},
-    "bias that hides": {"bias": np.where(RNG.random((1, 4, *LENGTHS)) < 0.2, -np.inf, 0).astype(np.float32)},
-    "mask": {"mask": RNG.random((4, *LENGTHS)) < 0.7},
-    "alibi": {"alibi_slopes": np.array([0.5, 0.25, 0.125, 0.06], np.float32)},
-    "sink": {"sink": np.array([0.0, 1, -1, 2], np.float32), "causal": True},
-    "lengths": {
-        "q_lengths": np.array([150, 20], np.int32), "kv_lengths": np.array([61, 0], np.int32), "causal": True,
-    },
-    "dropout": {"dropout_p": 0.3, "dropout_seed": 7},
-    "block mask": {"block_mask": RNG.random(LENGTHS) < 0.8, "window": (170, 20)},
-    "blocks": {"block_mask": np.kron(RNG.random((10, 13)) < 0.4, np.ones((16, 16), bool))[:150, :200]},
-    "rules": {
-        "score_mod": lambda s, b, h, i, j, table: s + table[h] * abs(i - j),
-        "mask_mod": lambda b, h, i, j, table: (7 * i + 3 * j + h) % 5 != 0,
-        "operands": (np.array([0.1, -0.05, 0.02, 0.0], np.float32),),
-    },
-}  # fmt: skip
-TOGETHER = ("bias", "mask", "alibi", "sink", "lengths", "dropout")
-OPTIONS["all"] = {"softcap": 3.0} | {name: x for one in TOGETHER for name, x in OPTIONS[one].items()}
+OPTIONS = options_for(RNG, LENGTHS)
 
 
 @needs_compiler

@@ -18,7 +18,7 @@ import cuflash
 
 __all__ = [
     "CODES", "KEY_TILE", "RMS_FACTOR", "WEIGHT_FACTOR", "Exact", "Quantized", "assert_near", "exact", "inputs", "naive",
-    "numbers_of", "quantized", "rms",
+    "numbers_of", "options_for", "quantized", "rms",
 ]  # fmt: skip
 Array = NDArray[Any]
 
@@ -111,3 +111,37 @@ def naive(
 def rms(x: Array) -> float:
     """Return the root of the mean square."""
     return float(np.sqrt(np.mean(np.square(x, dtype=np.float64))))
+
+
+def options_for(rng: np.random.Generator, lengths: tuple[int, int]) -> dict[str, dict[str, Any]]:
+    """Return options by name, one and all together, of two sequences of so many queries of four heads, and keys."""
+    blocks = np.kron(rng.random((10, 13)) < 0.4, np.ones((16, 16), bool))
+    found: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "causal": {"causal": True},
+        "window": {"window": (30, 10)},
+        "narrow window": {"window": (3, 0)},
+        "softcap": {"softcap": 2.0, "softmax_scale": 0.7},
+        "negative scale": {"softmax_scale": -0.2},
+        "bias": {"bias": rng.standard_normal((2, 1, *lengths)).astype(np.float32)},
+        "bias that hides": {"bias": np.where(rng.random((1, 4, *lengths)) < 0.2, -np.inf, 0).astype(np.float32)},
+        "mask": {"mask": rng.random((4, *lengths)) < 0.7},
+        "alibi": {"alibi_slopes": np.array([0.5, 0.25, 0.125, 0.06], np.float32)},
+        "sink": {"sink": np.array([0.0, 1, -1, 2], np.float32), "causal": True},
+        "lengths": {
+            "q_lengths": np.array([lengths[0], 20], np.int32),
+            "kv_lengths": np.array([61, 0], np.int32),
+            "causal": True,
+        },
+        "dropout": {"dropout_p": 0.3, "dropout_seed": 7},
+        "block mask": {"block_mask": rng.random(lengths) < 0.8, "window": (170, 20)},
+        "blocks": {"block_mask": blocks[: lengths[0], : lengths[1]]},
+        "rules": {
+            "score_mod": lambda s, b, h, i, j, table: s + table[h] * abs(i - j),
+            "mask_mod": lambda b, h, i, j, table: (7 * i + 3 * j + h) % 5 != 0,
+            "operands": (np.array([0.1, -0.05, 0.02, 0.0], np.float32),),
+        },
+    }  # fmt: skip
+    together = ("bias", "mask", "alibi", "sink", "lengths", "dropout")
+    found["all"] = {"softcap": 3.0} | {name: x for one in together for name, x in found[one].items()}
+    return found
