@@ -1,4 +1,4 @@
-// This header makes elements of 16 bits of e4m3 codes, which is exact.
+// This header makes elements of 16 bits of e4m3 codes, which is exact, and rounds numbers to e4m3.
 #include "../fragment/fragment.cuh"
 
 constexpr int CODES = 16;  // codes that one access moves
@@ -47,4 +47,13 @@ DEVICE uint4 elements_of(const CodeVector& codes, int half) {
     words[2 * i + 1] = element_pair(Element(), halves[1]);
   }
   return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+// rounded_to_e4m3() rounds a number of at most 448 in size: it is brought to where float32's last place is e4m3's, and
+// back.
+DEVICE float rounded_to_e4m3(float x) {
+  constexpr float LEAST_NORMAL = 0x1p-6f;
+  const u32 exponent = __float_as_uint(larger(fabsf(x), LEAST_NORMAL)) & 0x7f800000u;
+  const float magic = __uint_as_float(exponent + (20u << 23)) * 1.5f;
+  return __fsub_rn(__fadd_rn(x, magic), magic);
 }

@@ -30,6 +30,14 @@ DEVICE void ldmatrix_x4_trans(unsigned (&d)[4], unsigned address) {
                : "memory");
 }
 
+// movmatrix_trans() transposes an 8 x 8 matrix of 16-bit elements: lane l has elements 2 (l % 4) and + 1 of row l / 4,
+// and gets those of column l / 4. sm_75.
+DEVICE unsigned movmatrix_trans(unsigned a) {
+  unsigned d;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(a));
+  return d;
+}
+
 // ---- Asynchronous copies from global to shared memory
 
 // cp_async_16() (_8, _4) copies `bytes` <= 16 (8, 4) bytes and writes zeros behind them; with bytes = 0 nothing is

@@ -229,15 +229,6 @@ DEVICE void take_scores(float (&x)[N], const Queries& queries, int row, const Ke
   }
 }
 
-// rounded_to_e4m3() rounds a number of at most 448 in size: it is brought to where float32's last place is e4m3's, and
-// back.
-DEVICE float rounded_to_e4m3(float x) {
-  constexpr float LEAST_NORMAL = 0x1p-6f;
-  const u32 exponent = __float_as_uint(larger(fabsf(x), LEAST_NORMAL)) & 0x7f800000u;
-  const float magic = __uint_as_float(exponent + (20u << 23)) * 1.5f;
-  return __fsub_rn(__fadd_rn(x, magic), magic);
-}
-
 // Units are the units of the rows of a sum: a weight times its scale is a number of them. Where scales differ, a row's
 // unit is the largest such product so far over TOP, so that the largest weight is exact: a key that has much of a row's
 // weight would else bring the error of rounding its scale. Where all keys share a scale it is that.

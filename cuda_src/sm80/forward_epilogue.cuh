@@ -45,10 +45,10 @@ DEVICE void write_warps(const AttentionParams& p, SharedStorage& shared, Fragmen
                         const Accum (&out)[WARP_COLUMNS / 2]) {
   const Sequence& s = shared.work.sequence;
   const int head = shared.work.head;
-  auto& results = *reinterpret_cast<WarpResults*>(shared.k);
+  auto& results = *reinterpret_cast<OwnResults*>(shared.k);
   softmax.take_factors(shared.softmax);
   __syncthreads();  // all warps have read the keys and the values
-  results.put(p, softmax, sink_of(p, head), units, out);
+  put(results, p, softmax, sink_of(p, head), units, out);
   const MergedRow row(results);
   const int i = shared.work.tile * BLOCK_M + row.number;
   if (i >= s.rows_q) return;

@@ -69,7 +69,7 @@ struct SharedStorage {
 static_assert(BLOCK_M == FRAGMENTS * QUERY_WARPS * 16 && WARP_KEYS % 16 == 0, "whole fragments");
 static_assert(LISTED == 1 || (LISTED == 2 && STAGES == 2 && HAS_BLOCK_MASK && NUM_OPTIONS == 1 && !HAS_WINDOW));
 static_assert(!SPLITS_WARPS || (!SHARES_QUERIES && FRAGMENTS == 1 && !HAS_BIAS_TILES && LISTED == 1));
-static_assert(!SPLITS_WARPS || sizeof(WarpResults) <= BUFFERS * (KeyTile::BYTES + ValueTile::BYTES), "there is room");
+static_assert(!SPLITS_WARPS || sizeof(OwnResults) <= BUFFERS * (KeyTile::BYTES + ValueTile::BYTES), "there is room");
 static_assert(!SHARES_QUERIES || (STAGES == 1 && !(HAS_MASK || HAS_BIAS || HAS_DROPOUT)),
               "one buffer of keys; plain, with a window or a block mask");
 // WAITS_FOR_KEYS_FIRST: the first scores do not wait for values. With a block mask that takes registers, so it is left

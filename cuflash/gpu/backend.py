@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cuflash.cuda import device as cuda_device
 from cuflash.gpu import ahead, convert, own_rules, rule_blocks
+from cuflash.gpu import decode as gpu_decode
 from cuflash.gpu import portable as gpu_portable
 from cuflash.gpu import sm80 as gpu_sm80
 from cuflash.gpu import sm90 as gpu_sm90
@@ -29,11 +30,18 @@ def _by_halves(work: Work) -> bool:
     return all(gpu_split.forward(own) or gpu_sm80.forward(own) for own in halves)
 
 
-_FORWARD = (gpu_sm90.forward, gpu_split.forward, gpu_sm80.forward, _by_halves, gpu_portable.forward)
+_FORWARD = (
+    gpu_sm90.forward,
+    gpu_split.forward,
+    gpu_decode.forward,
+    gpu_sm80.forward,
+    _by_halves,
+    gpu_portable.forward,
+)
 # Splits of one size ask for these, with which a row's bits depend on nothing that another sequence could change.
 _FORWARD_ALIKE = (gpu_sm80.forward_alike, gpu_portable.forward)
 # These forward passes read pages where they lie.
-_PAGED_FORWARD = (gpu_sm80.paged_forward, gpu_portable.paged_forward)
+_PAGED_FORWARD = (gpu_decode.forward, gpu_sm80.paged_forward, gpu_portable.paged_forward)
 _BACKWARD = (
     gpu_sm80.backward_alone,
     gpu_sm90.backward,
@@ -54,7 +62,8 @@ def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Arra
         rule_blocks.find(work)
         run_forward(work)
     elif not (
-        gpu_sm90_fp8.forward(work)
+        (problem.has_fp8_keys and gpu_decode.forward(work))
+        or gpu_sm90_fp8.forward(work)
         or gpu_sm90.codes_forward(work)
         or gpu_sm80.fp8_forward(work)
         or (_may_write_wide(problem) and gpu_sm90.forward(work))
@@ -69,13 +78,14 @@ def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Arra
 def run_forward(work: Work) -> None:
     """Run the first family that takes a problem whose arrays have one dtype."""
     problem = work.problem
-    if problem.pages is not None and problem.split_size is None and gpu_sm90.paged_forward(work):
+    is_paged = problem.pages is not None
+    if is_paged and problem.split_size is None and (gpu_decode.paged_forward(work) or gpu_sm90.paged_forward(work)):
         return
-    if problem.pages is not None and not fits(work):
+    if is_paged and not fits(work):
         with_first_keys(work)
         next(filter(None, (family(work) for family in _PAGED_FORWARD)))
         return
-    if problem.pages is not None:
+    if is_paged:
         Unpaged(work)
     families = _FORWARD if problem.split_size is None else _FORWARD_ALIKE
     next(filter(None, (family(work) for family in families)))

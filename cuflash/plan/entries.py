@@ -21,6 +21,7 @@ _FILES = {
     "paged_forward_sm80": "sm80/forward.cuh keys=sm80/paged_keys.cuh products=sm80/half_tile.cuh",
     "fp8_forward_sm80": "sm80/forward.cuh keys=sm80/own_codes.cuh products=sm80/codes_tile.cuh",
     "paged_fp8_forward_sm80": "sm80/forward.cuh keys=sm80/paged_codes.cuh products=sm80/codes_tile.cuh",
+    "decode": "decode/decode",
     "ordered_dq": "sm80/gradients.cuh products=sm80/half_tile.cuh",
     "bias_sm80": "around/bias_range.cuh gradient=sm80/bias.cuh products=sm80/half_tile.cuh",
     "backward_sm80": "sm80/backward",

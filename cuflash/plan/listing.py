@@ -14,6 +14,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from cuflash.plan import (
+    decode,
     portable,
     sm80_backward,
     sm80_forward,
@@ -23,6 +24,7 @@ from cuflash.plan import (
     sm80_wide_tiles,
 )
 from cuflash.plan.config import KNOWN_TO_ALL, OF_RULES, WIDEST
+from cuflash.plan.decode_tiles import RECORDS as DECODE
 from cuflash.plan.portable_tiles import OPERAND_ENTRIES, PORTABLE
 from cuflash.plan.record import Capability, Record
 from cuflash.plan.sm80_tiles import ALONE, BACKWARD, FORWARD, FP8, OF_BIAS, OF_QUERIES
@@ -192,6 +194,21 @@ def _of_few_rows(dtype: str, of_all: dict[str, Any]) -> Iterator[AttentionProble
             yield from (replace(problem_of(dtype, *dims, flags, **of_all), seqlen_q=x.block_m) for x in tiles[:1])
 
 
+def of_decode(capability: Capability, limit: int) -> Iterator[Pass]:
+    """Yield the kernels for one query over a cache: of numbers and of codes, in arrays and pages, whole or split."""
+    for dims, group, dtype in product(_by_head_dims(DECODE), (1, 16), sm80_fp8.DTYPES):
+        for has_codes in (True,) if dtype not in HALF_DTYPES else (False, True):
+            result = FP8_RESULTS[group % len(FP8_RESULTS)] if has_codes else None
+            of_all: dict[str, Any] = {"has_fp8_keys": has_codes, "out_dtype": result, "softmax_scale": 1.0}
+            for flags in ((), decode.HANDLES):
+                problem = problem_of(dtype, dims[0], dims[1], flags, **of_all)
+                one = replace(problem, seqlen_q=1, num_heads_q=group)
+                for own in passes_of((decode.forward(one, True, capability, limit),), dtype):
+                    yield own
+                    other = {"splits_keys": True, "has_pages": True}
+                    yield Pass(tuple((replace(kernel, **other),) for (kernel,) in own.candidates), dtype)
+
+
 def of_wide(capability: Capability, limit: int) -> Iterator[Pass]:
     """Yield the kernels of both passes by mma.sync on wide elements."""
     for kind in sm80_kinds.PARTS_OF:
@@ -237,6 +254,6 @@ _ALWAYS = {"backward_bias": "has_bias"} | dict.fromkeys(OPERAND_ENTRIES, "has_sc
 
 def of_any_gpu(capability: Capability, limit: int) -> Iterator[Pass]:
     """Yield the kernels that a GPU may take and that are not Hopper's own, in the order in which calls ask families."""
-    for family in (of_forward, of_fp8, of_splits, of_backward, of_wide):
+    for family in (of_forward, of_fp8, of_decode, of_splits, of_backward, of_wide):
         yield from family(capability, limit)
     yield from of_portable(limit)

@@ -23,8 +23,9 @@ from cuflash.gpu.kernels import source_of
 from cuflash.gpu.launch import Kernel, Work
 from cuflash.gpu.trial import Place
 from cuflash.hardware import ALIGNMENT, capability_of, num_sms, smem_limit
-from cuflash.plan import sm80_times, sm90_few_queries, sm90_forward, sm90_grid, sm90_times
+from cuflash.plan import decode, sm80_times, sm90_few_queries, sm90_forward, sm90_grid, sm90_times
 from cuflash.plan.config import KernelConfig, flags_of, has_plain_scale, without_window
+from cuflash.plan.decode import DecodeConfig
 from cuflash.plan.entries import file_of
 from cuflash.plan.record import Record
 from cuflash.plan.sm80_backward import Sm80BackwardConfig
@@ -46,6 +47,7 @@ _FAMILIES = {
     "split/sm80": "mma.sync on float16 parts",
     "sm80/wide": "mma.sync on float64",
     "sm80/": "mma.sync",
+    "decode/": "mma.sync over a cache",
     "portable/": "portable",
 }
 
@@ -204,7 +206,7 @@ def _of_direction(direction: str, problem: AttentionProblem, gpu: Gpu) -> Iterat
     launches = _launches_of(problem, gpu) if direction == FORWARD else []
     chosen = launches[0] if launches else None
     for number, answer in enumerate(_answers(direction, problem, gpu, chosen)):
-        num_splits = chosen.num_splits if chosen is not None and number == 0 else None
+        num_splits = chosen.num_splits if chosen is not None and number == 0 else _decode_splits(problem, answer, gpu)
         times = [_predicted_us(problem, kernels, num_splits or 1, gpu) for kernels in answer]
         weights = _weights_of(answer)
         refused = [_refused_bytes(kernels, gpu) for kernels in answer]
@@ -288,8 +290,16 @@ def _each_once(found: Sequence[sm90_grid.Launches]) -> list[sm90_grid.Launches]:
     return sorted(by_words.values(), key=found.index)
 
 
+def _decode_splits(problem: AttentionProblem, answer: Sequence[tuple[Kernel, ...]], gpu: Gpu) -> int | None:
+    """Return the splits of the keys where one query is over a cache; None of other kernels."""
+    config = answer[0][0].config
+    return decode.num_splits(problem, config, gpu.num_sms) if isinstance(config, DecodeConfig) else None
+
+
 def _predicted_us(problem: AttentionProblem, kernels: tuple[Kernel, ...], num_splits: int, gpu: Gpu) -> float | None:
     config = kernels[0].config
+    if isinstance(config, DecodeConfig):
+        return decode.predicted_us(problem, config, num_splits, gpu.num_sms)
     if not isinstance(config, Sm90ForwardConfig) or not _is_modelled(problem):
         return None
     model = sm90_few_queries if sm90_forward.has_few_queries(problem) else sm90_times

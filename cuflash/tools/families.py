@@ -54,6 +54,8 @@ def _family(config: KernelConfig) -> str:
         return f"wgmma and TMA (NVRTC from 12.9 on), {exactness_of(config)}"
     if _has_maps(config):
         return "wgmma and TMA (NVRTC from 12.9 on)"
+    if file_of(config.entry).startswith("decode/"):
+        return "mma.sync (tensor cores), one query over a cache"
     if "sm80" in file_of(config.entry):
         return "mma.sync (tensor cores)"
     return "portable kernel (no tensor cores)"

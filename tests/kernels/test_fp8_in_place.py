@@ -350,15 +350,16 @@ def test_warps_share_the_keys_of_few_rows(queries: str, name: str, dims: tuple[i
 
 @needs_compiler
 def test_one_query_of_grouped_heads_in_pages() -> None:
-    """The query heads of a KV head are rows of one tile, in pages, too."""
+    """The query heads of a KV head are rows of one tile, in pages, too, also beside an option that decoding lacks."""
     arrays, scales, numbers = drawn("bfloat16", lengths=(1, 128))
     pools = [x.reshape(2 * 8, 16, *x.shape[2:]) for x in arrays[1:]]
     of_pages = {name: x.reshape(2 * 8, 16, *x.shape[2:]) for name, x in scales.items()}
     table = np.arange(16, dtype=np.int32).reshape(2, 8)
     lengths = np.array([128, 77], np.int32)
+    bias = RNG.standard_normal((1, 4, 1, 128)).astype(np.float32)
     forget_launches()
     with hook.kernels_on(CpuDevice((8, 0), num_sms=3)):
-        out = cuflash.attention(arrays[0], *pools, **of_pages, block_table=table, kv_lengths=lengths)
+        out = cuflash.attention(arrays[0], *pools, **of_pages, block_table=table, kv_lengths=lengths, bias=bias)
     paged: list[Any] = [x.kernel for x in launch._launches.values() if x.kernel.entry == sm80_fp8.PAGED_ENTRY]
     assert [(kernel.config.splits_warps, kernel.heads_are_rows) for kernel in paged] == [(True, True)]
-    assert_near(out, exact("bfloat16", numbers, kv_lengths=lengths))
+    assert_near(out, exact("bfloat16", numbers, kv_lengths=lengths, bias=bias))

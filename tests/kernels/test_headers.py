@@ -24,7 +24,7 @@ def configs() -> Iterator[KernelConfig]:
     """Yield a configuration of each kernel."""
     place = hardware.capability_of(compiling.HOPPER), hardware.smem_limit(compiling.HOPPER)
     found: dict[str, KernelConfig] = {}
-    tables = listing.kernels((*sm90_listing.of_hopper(), *listing.of_fp8(*place)))
+    tables = listing.kernels((*sm90_listing.of_hopper(), *listing.of_fp8(*place), *listing.of_decode(*place)))
     for config in (*(x for x, _ in tables), *compiling.tables_of(compiling.HOPPER)):
         found.setdefault(config.entry, config)
     yield from found.values()

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 import cuflash
 from cuflash.gpu import launch
+from cuflash.plan import decode
 
 Array = NDArray[Any]
 
@@ -90,7 +91,7 @@ def tiles_of_forward() -> set[int]:
     return {
         x._extra.grid[0] // max(int(x.params["splits"][0]), 1)
         for x in launch._launches.values()
-        if "forward" in x.kernel.entry
+        if "forward" in x.kernel.entry or x.kernel.entry == decode.ENTRY
     }
 
 
@@ -134,13 +135,15 @@ def test_every_option_takes_splits(kind: str, name: str) -> None:
 
 
 ROWS = ("plain", "causal", "softcap", "bias", "mask")  # options whose heads are rows
+OF_DECODE = (*ROWS[:3], "window", "alibi", "sink", "q_lengths")  # those that the kernels for one query know
 
 
 @each_option
 def test_heads_of_one_query_are_rows(kind: str, name: str) -> None:
     """A KV head's keys are read once for its query heads, where no option tells these apart."""
     assert_right(kind, 1, 130, name, {})
-    heads = HEADS_KV if name in ROWS and kind != "float32" else HEADS
+    are_rows = (name in ROWS and kind != "float32") or (name in OF_DECODE and kind not in WIDE)
+    heads = HEADS_KV if are_rows else HEADS
     assert tiles_of_forward() == {BATCH * heads}
 
 

@@ -1,0 +1,200 @@
+// This header has the factors of a decode kernel's products. Few queries are the columns of a product by mma.sync,
+// which has eight, and 16 keys are its rows: S^T = K Q^T. The values' columns are the rows of the second one: O^T = V^T
+// P^T. A query's fragment stays in registers. Keys and values are read by ldmatrix, and codes become float16 there,
+// which is exact: as each warp has keys of its own, each code is converted once.
+//
+// Codes: one word of ldmatrix has four. Of keys these are four neighbouring columns of a row, which a product takes in
+// any order if the queries have them in the same. Of values, transposed, they are two columns of two rows: rows 2 r
+// and 2 r + 1 of the product's eight (and eight further ones) are columns of even and of odd number.
+#include "cache.cuh"
+
+// With codes all factors are float16: queries in bfloat16 are multiplied by a power of two for that (QueryFactors).
+template <bool OF_CODES, class T>
+struct Computing {
+  using Type = T;
+};
+template <class T>
+struct Computing<true, T> {
+  using Type = __half;
+};
+using Computed = Computing<HAS_FP8, Element>::Type;
+template <class T>
+constexpr bool is_half = false;
+template <>
+constexpr bool is_half<__half> = true;
+constexpr bool SCALES_QUERIES = HAS_FP8 && !is_half<Element>;
+
+constexpr int COLUMNS = 8;                       // queries of a product
+constexpr int QUERY_BLOCKS = BLOCK_M / COLUMNS;  // products side by side
+constexpr int KEY_BLOCKS = WARP_KEYS / 16;       // products one below the other
+constexpr int STEPS = HEAD_DIM / 16;             // of a product of queries and keys
+constexpr int VALUE_BLOCKS = HEAD_DIM_V / 16;    // products of 16 columns of the result each
+constexpr int BLOCKS_OF_READ = HAS_FP8 ? 2 : 1;  // that one ldmatrix reads the rows or the steps of
+static_assert(BLOCK_M % COLUMNS == 0 && WARP_KEYS % 16 == 0 && WARP_KEYS <= WARP, "whole products");
+static_assert(STEPS % BLOCKS_OF_READ == 0 && VALUE_BLOCKS % BLOCKS_OF_READ == 0, "whole reads");
+
+// query_of() is the number of the query in the thread's element e of a product: 0 and 1 are neighbours.
+DEVICE int query_of(int block, int e) { return block * COLUMNS + lane() % 4 * 2 + e % 2; }
+// key_of() is the number of the key in element e of the scores, and column_of() the column in element e of a result.
+DEVICE int key_of(int block, int e) { return block * 16 + lane() / 4 + e / 2 * 8; }
+DEVICE int column_of(int block, int e) {
+  return HAS_FP8 ? block * 16 + lane() / 4 * 2 + e / 2 : block * 16 + lane() / 4 + e / 2 * 8;
+}
+
+// QueryFactors are the queries of the thread block as factors, and what scores are multiplied by for that.
+struct QueryFactors {
+  u32 words[QUERY_BLOCKS][STEPS][2];
+  float factor[QUERY_BLOCKS][2];  // of the queries of elements 0 and 1
+
+  // This constructor reads one row for each head from `first_head` on; rows behind `num_rows` count as 0.
+  DEVICE QueryFactors(const AttentionParams& p, const Sequence& s, int first_head, int num_rows) {
+#pragma unroll
+    for (int block = 0; block < QUERY_BLOCKS; block++) {
+      const int row = block * COLUMNS + lane() / 4;
+      read_row(p, s, block, first_head + row, row < num_rows);
+      find_factors(p, s, block, first_head, num_rows);
+    }
+  }
+
+ private:
+  // read_row() reads what a lane has of a row: four columns of each step. Elements of 16 bits are in the order of their
+  // columns two by two; codes are four in a row, as the keys' are.
+  DEVICE void read_row(const AttentionParams& p, const Sequence& s, int block, int head, bool inside) {
+    const int columns = inside ? p.head_dim : 0;
+    Accum top = 0;
+    Accum x[STEPS][4];
+#pragma unroll
+    for (int step = 0; step < STEPS; step++) {
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        const int within = HAS_FP8 ? lane() % 4 * 4 + e : lane() % 4 * 2 + e / 2 * 8 + e % 2;
+        const int column = step * 16 + within;
+        x[step][e] = column < columns ? element_at(p, s, head, column) : Accum(0);
+        const Accum size = fabsf(x[step][e]);
+        if (SCALES_QUERIES && size < infinity()) top = larger(top, size);
+      }
+    }
+    if constexpr (SCALES_QUERIES) {
+      // The largest element of a row comes between 2^14 and 2^15; those that float16 loses are below 2^-39 of it.
+      top = larger(reduced(top), LEAST);
+      const u32 exponent = __float_as_uint(top) >> 23;
+      own_factor = __uint_as_float((exponent - 14) << 23);
+      const Accum inverse = __uint_as_float((2 * 127 + 14 - exponent) << 23);
+#pragma unroll
+      for (auto& of_step : x) {
+#pragma unroll
+        for (Accum& one : of_step) one *= inverse;
+      }
+    }
+#pragma unroll
+    for (int step = 0; step < STEPS; step++) {
+#pragma unroll
+      for (int i = 0; i < 2; i++) words[block][step][i] = packed(Computed(), x[step][2 * i], x[step][2 * i + 1]);
+    }
+  }
+
+  static DEVICE Accum element_at(const AttentionParams& p, const Sequence& s, int head, int column) {
+    if constexpr (QUERY_CODES) {
+      u32 halves[2];
+      ptx::halves_of_e4m3(halves, codes_of(p.q).at(s.batch, 0, head)[column]);
+      return __half2float(*reinterpret_cast<const __half*>(halves));
+    } else {
+      return to_accum(p.q.at(s.batch, 0, head)[column]);
+    }
+  }
+
+  // find_factors() finds the factors of the thread's two queries, which other lanes have read.
+  DEVICE void find_factors(const AttentionParams& p, const Sequence& s, int block, int first_head, int num_rows) {
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const int query = query_of(block, e);
+      factor[block][e] = 1;
+      if (QUERY_CODES && p.q_scale.data != nullptr && query < num_rows) {
+        factor[block][e] = *p.q_scale.at(s.batch, 0, first_head + query);
+      }
+      if constexpr (SCALES_QUERIES) factor[block][e] = __shfl_sync(ALL_LANES, own_factor, query % COLUMNS * 4);
+    }
+  }
+
+  static DEVICE Accum reduced(Accum x) {
+    for (int step = 1; step < 4; step *= 2) x = larger(x, __shfl_xor_sync(ALL_LANES, x, step));
+    return x;
+  }
+
+  static constexpr float LEAST = 0x1p-100f;  // a power whose inverse is finite; smaller rows stay as small
+  float own_factor;                          // of the row that the lane has read
+};
+
+// multiply_keys() computes x += K Q^T for the keys of a stage.
+DEVICE void multiply_keys(float (&x)[QUERY_BLOCKS][KEY_BLOCKS][4], const KeyTile& keys, const QueryFactors& queries) {
+#pragma unroll
+  for (int read = 0; read < STEPS / BLOCKS_OF_READ; read++) {
+#pragma unroll
+    for (int block = 0; block < KEY_BLOCKS; block++) {
+      u32 words[4];
+      keys.left(words, 16 * block, read);
+#pragma unroll
+      for (int i = 0; i < BLOCKS_OF_READ; i++) {
+        u32 a[4];
+        if constexpr (HAS_FP8) {
+          u32 upper[2], lower[2];  // eight rows each
+          ptx::halves_of_e4m3(upper, words[2 * i]);
+          ptx::halves_of_e4m3(lower, words[2 * i + 1]);
+          a[0] = upper[0], a[1] = lower[0], a[2] = upper[1], a[3] = lower[1];
+        } else {
+          copy_words(a, words);
+        }
+#pragma unroll
+        for (int q = 0; q < QUERY_BLOCKS; q++) {
+          ptx::mma_m16n8k16<Computed>(x[q][block], a, queries.words[q][read * BLOCKS_OF_READ + i]);
+        }
+      }
+    }
+  }
+}
+
+// WeightFactors are weights as factors: those of 16 keys a word pair.
+using WeightFactors = u32[QUERY_BLOCKS][KEY_BLOCKS][2];
+
+// pack_weights() rounds weights to 16 bits and transposes them, as queries are their rows from here on.
+DEVICE void pack_weights(WeightFactors& to, const float (&x)[QUERY_BLOCKS][KEY_BLOCKS][4]) {
+#pragma unroll
+  for (int q = 0; q < QUERY_BLOCKS; q++) {
+#pragma unroll
+    for (int block = 0; block < KEY_BLOCKS; block++) {
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        to[q][block][i] = ptx::movmatrix_trans(packed(Computed(), x[q][block][2 * i], x[q][block][2 * i + 1]));
+      }
+    }
+  }
+}
+
+// multiply_values() computes out += V^T P^T for the values of a stage.
+DEVICE void multiply_values(float (&out)[QUERY_BLOCKS][VALUE_BLOCKS][4], const ValueTile& values,
+                            const WeightFactors& weights) {
+#pragma unroll
+  for (int read = 0; read < VALUE_BLOCKS / BLOCKS_OF_READ; read++) {
+#pragma unroll
+    for (int block = 0; block < KEY_BLOCKS; block++) {
+      u32 words[4];
+      values.right(words, 16 * block, read);
+#pragma unroll
+      for (int i = 0; i < BLOCKS_OF_READ; i++) {
+        u32 a[4];
+        if constexpr (HAS_FP8) {
+          u32 first[2], second[2];  // eight keys each: their even columns, and their odd ones
+          ptx::halves_of_e4m3(first, __byte_perm(words[2 * i], 0, 0x3120));
+          ptx::halves_of_e4m3(second, __byte_perm(words[2 * i + 1], 0, 0x3120));
+          a[0] = first[0], a[1] = first[1], a[2] = second[0], a[3] = second[1];
+        } else {
+          a[0] = words[0], a[1] = words[2], a[2] = words[1], a[3] = words[3];
+        }
+#pragma unroll
+        for (int q = 0; q < QUERY_BLOCKS; q++) {
+          ptx::mma_m16n8k16<Computed>(out[q][read * BLOCKS_OF_READ + i], a, weights[q][block]);
+        }
+      }
+    }
+  }
+}
