@@ -2,7 +2,8 @@
 // them into work space (split/layout.cuh). blockIdx.y chooses the operand. For the backward pass lse and delta are
 // copied alongside.
 #include "../fragment/softmax.cuh"
-#include "layout.cuh"
+#include "channels.cuh"
+#include "source_row.cuh"
 #include "../ptx/sm80.cuh"
 
 constexpr int LANES = COLUMNS / VECTOR < 32 ? COLUMNS / VECTOR : 32;  // lanes that share a row
@@ -18,26 +19,12 @@ constexpr int MANTISSA_BITS = 23;
 // a query's first part, which may be rounded up, it is less than half of a unit in the last place.
 constexpr float CUT_OFF = 0x1.ffcp-26f;
 
-// source_row() is the source row of a row in work space, or -1 for a gap between packed sequences and for padding: both
-// count as 0.
-template <bool OF_K>
-DEVICE int source_row(const AttentionParams& p, int batch, int row) {
-  const int* cu_seqlens = OF_K ? p.cu_seqlens_k : p.cu_seqlens_q;
-  const int* lengths = OF_K ? p.kv_lengths : p.q_lengths;
-  const int total = OF_K ? p.seqlen_k : p.seqlen_q;
-  if (cu_seqlens == nullptr) return row < used_length(lengths, batch, total) ? row : -1;
-  const int group = group_at(p, row, [&](int e) { return split_begin(group_begin(cu_seqlens, e, p.batch, total), e); });
-  if (group == 0 || group > p.batch) return -1;
-  const Sequence s = sequence_of(p, group - 1);
-  const int begin = static_cast<int>(OF_K ? s.row_k : s.row_q), in_sequence = row - split_begin(begin, group);
-  return in_sequence < (OF_K ? s.len_k : s.len_q) ? begin + in_sequence : -1;
-}
-
 // split_row() splits one row of an operand; OF_K: it is k or v. LANES lanes share a row, and a thread block has
-// ROWS_OF_BLOCK.
+// ROWS_OF_BLOCK. The channels of q and v are divided by their factors, those of k and dout multiplied.
 template <bool OF_K>
 DEVICE void split_row(const AttentionParams& p, const SplitOperands& operands, u8* space,
-                      const Tensor<const float>& from, const SplitTensor& to, int head_dim, bool with_lse) {
+                      const Tensor<const float>& from, const SplitTensor& to, int head_dim, Channels which,
+                      bool with_lse) {
   const int heads = OF_K ? p.num_heads_kv : p.num_heads_q;
   const int blocks = (to.factor_rows + ROWS_OF_BLOCK - 1) / ROWS_OF_BLOCK;
   const int num_batch_heads = (p.cu_seqlens_q == nullptr ? p.batch : 1) * heads, batch_head = blockIdx.x / blocks;
@@ -53,6 +40,9 @@ DEVICE void split_row(const AttentionParams& p, const SplitOperands& operands, u
   const float* data = from.at(batch, source < 0 ? 0 : source, head);
   const bool aligned = reinterpret_cast<u64>(data) % sizeof(Vector) == 0;
 
+  const i64 head_kv = static_cast<i64>(batch) * p.num_heads_kv + head / (heads / p.num_heads_kv);
+  const bool is_divided = OF_K == (which == Channels::OF_VALUES);
+  const float* channels = channel_factors(operands, space, head_kv, which);
   Vector x[VECTORS];
   u32 largest = 0;
 #pragma unroll
@@ -63,6 +53,11 @@ DEVICE void split_row(const AttentionParams& p, const SplitOperands& operands, u
     } else {
 #pragma unroll
       for (int e = 0; e < VECTOR; e++) x[i].e[e] = source >= 0 && column + e < head_dim ? data[column + e] : 0;
+    }
+#pragma unroll
+    for (int e = 0; HAS_CHANNELS && e < VECTOR; e++) {
+      const float factor = channels[column + e];
+      x[i].e[e] = ptx::multiply(x[i].e[e], is_divided ? inverse_of(factor) : factor);
     }
 #pragma unroll
     for (int e = 0; e < VECTOR; e++) {
@@ -122,12 +117,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   if (blockIdx.x + blockIdx.y + threadIdx.x == 0) *reinterpret_cast<SplitOperands*>(space) = operands;
   switch (blockIdx.y) {
     case 0:
-      return split_row<false>(p, operands, space, p.q, operands.q, p.head_dim, false);
+      return split_row<false>(p, operands, space, p.q, operands.q, p.head_dim, Channels::OF_KEYS, false);
     case 1:
-      return split_row<true>(p, operands, space, p.k, operands.k, p.head_dim, false);
+      return split_row<true>(p, operands, space, p.k, operands.k, p.head_dim, Channels::OF_KEYS, false);
     case 2:
-      return split_row<true>(p, operands, space, p.v, operands.v, p.head_dim_v, false);
+      return split_row<true>(p, operands, space, p.v, operands.v, p.head_dim_v, Channels::OF_VALUES, false);
     default:
-      return split_row<false>(p, operands, space, p.dout, operands.dout, p.head_dim_v, true);
+      return split_row<false>(p, operands, space, p.dout, operands.dout, p.head_dim_v, Channels::OF_VALUES, true);
   }
 }

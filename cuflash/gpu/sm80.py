@@ -104,6 +104,7 @@ def _run_forward(work: Work, *plans: Plan, is_alike: bool = False, entry: str = 
     work.run(kernel, arrays | partials)
     if partials:
         key_splits.merge(work, partials, merges_by_rows(problem, num_splits))
+    gpu_split.scale(work, kernel.config, {"out": work.arrays["out"]})
     return True
 
 

@@ -28,11 +28,13 @@ from cuflash.plan import split as plan_split
 from cuflash.plan.entries import file_of, key_results
 from cuflash.problem.attention_problem import Array, AttentionProblem
 
-ROWS = "split_rows"
+ROWS, CHANNELS, SCALES = "split_rows", "split_channels", "scale_results"
 PartsConfig = plan_split.SplitConfig | sm80_wide.WideConfig
 _SPACE_WORD = word_of("work_space")
-# These are numbers of split/rows.cu.
+# These are numbers of split/rows.cu and split/channels.cu.
 _THREADS = 256  # threads of a thread block
+_TABLES = 2  # of factors of channels: those of q and k, and those of v and dout
+_MOST_BLOCKS = 16  # thread blocks that share the rows of a head's result
 _VECTOR = 4  # elements of a vector
 _LANES = 32  # most lanes of a row
 _COLUMN_CLASSES = (64, 128, 256)
@@ -50,7 +52,7 @@ class WorkSpace:
             ("k", keys, config.head_dim, config.key_parts),
             ("v", keys, config.head_dim_v, config.parts),
         ]
-        is_backward = isinstance(config, plan_split.SplitGradientConfig | sm80_wide.WideGradientConfig)
+        is_backward = _is_backward(config)
         if is_backward:
             tensors.append(("dout", queries, config.head_dim_v, config.parts))
         rows_of_block = _THREADS // min(_columns(config) // _VECTOR, _LANES)
@@ -74,6 +76,10 @@ class WorkSpace:
         if is_backward:
             operands["lse"], operands["delta"] = size, size + vector_bytes
             size += 2 * vector_bytes
+        count = batch_heads(problem, problem.num_heads_kv)
+        operands["channels"] = size
+        size += whole_rows(count * _TABLES * _columns(config) * FLOAT_BYTES)
+        self.channels_grid = (count, _TABLES)
         self.size = size
         self.operands = operands.view(f"V{OPERANDS.dtype.itemsize}")
         self.grid = (blocks, len(tensors))
@@ -121,26 +127,63 @@ class OnOperands(ExtraArguments):
 
 
 @dataclass(frozen=True)
-class Split(WithoutTiles):
-    """The kernel that splits operands into parts and fills the work space."""
+class OfWorkSpace(WithoutTiles):
+    """A kernel that fills the work space, or that reads factors there."""
 
     config: PartsConfig
+    has_channels: bool  # channels have factors
     threads = _THREADS
+
+    def grid_of(self, problem: AttentionProblem, space: WorkSpace) -> tuple[int, ...]:
+        """Return the grid of thread blocks."""
+        raise NotImplementedError
 
     def extra_arguments(
         self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int
     ) -> OnOperands:
         """Return the operands' places in work space."""
         space = WorkSpace(problem, self.config, device)
-        return OnOperands(space.grid, space, True)
+        return OnOperands(self.grid_of(problem, space), space, True)
 
     def load(self, device: cuda_device.Device) -> cuda_device.LoadedKernel:
         """Load the compiled kernel, which many configurations share."""
         constants = gpu_portable.constants_of_sums(self.config) | {
             "columns": _columns(self.config),
             "threads": _THREADS,
+            "has_channels": self.has_channels,
+            "is_backward": _is_backward(self.config),
         }
-        return load(file_of(ROWS), ROWS, constants, device)
+        return load(file_of(self.entry), self.entry, constants, device)
+
+
+class FindChannels(OfWorkSpace):
+    """The kernel that finds the factors of channels."""
+
+    def grid_of(self, problem: AttentionProblem, space: WorkSpace) -> tuple[int, ...]:
+        """Return a thread block for each table of each KV head."""
+        return space.channels_grid
+
+
+class Split(OfWorkSpace):
+    """The kernel that splits operands into parts."""
+
+    def grid_of(self, problem: AttentionProblem, space: WorkSpace) -> tuple[int, ...]:
+        """Return groups of rows of each operand."""
+        return space.grid
+
+
+class ScaleResults(OfWorkSpace):
+    """The kernel that multiplies results, or gradients, by the factors of their channels."""
+
+    def grid_of(self, problem: AttentionProblem, space: WorkSpace) -> tuple[int, ...]:
+        """Return thread blocks of each head of each array, which share its rows."""
+        at_once = _THREADS // _columns(self.config)
+        blocks = math.ceil(max(problem.seqlen_q, problem.seqlen_k) / at_once)
+        return (
+            batch_heads(problem, problem.num_heads_q),
+            min(blocks, _MOST_BLOCKS),
+            3 if _is_backward(self.config) else 1,
+        )
 
 
 @dataclass(frozen=True)
@@ -192,6 +235,7 @@ def forward(work: Work) -> bool:
     if kernel is None:
         return False
     work.run(kernel, split(work, kernel.config))
+    scale(work, kernel.config, {"out": work.arrays["out"]})
     return True
 
 
@@ -209,12 +253,15 @@ def run_passes(work: Work, with_dlse: Arrays, grads: Arrays, kernels: Sequence[K
     gpu_portable.delta(work, with_dlse)
     work.arrays |= gpu_portable.rows_of_slopes(work, grads)
     arrays: Arrays = {}
+    last: Any = None  # the configuration of the last kernel that ran, whose work space this is
     for kernel in kernels:
         names = key_results(kernel.entry) or ("dq",)
         wanted = {name: grads[name[1:]] for name in names if name[1:] in grads}
         if wanted or (not kernel.of_keys and "dslope_rows" in work.arrays):
             arrays = arrays or split(work, kernel.config)
             work.run(kernel, arrays | wanted)
+            last = kernel.config
+    scale(work, last, {f"d{name}": x for name, x in grads.items() if name in ("q", "k", "v")})
     return {name: x for name, x in grads.items() if name not in ("q", "k", "v")}
 
 
@@ -227,8 +274,30 @@ def split(work: Work, config: Any) -> Arrays:
         "work_space" not in work.arrays or work.arrays["work_space"].size != size
     ):  # parts of as many columns serve again
         work.arrays["work_space"] = work.empty((size,), np.uint8)
-        work.run(Split(ROWS, config), work.arrays)
+        has_channels = _has_channels(work.problem)
+        if has_channels:
+            work.run(FindChannels(CHANNELS, config, has_channels), work.arrays)
+        work.run(Split(ROWS, config, has_channels), work.arrays)
     return work.arrays
+
+
+def scale(work: Work, config: Any, results: Arrays) -> None:
+    """Multiply the channels of results by their factors, where a kernel has computed these of operands in parts."""
+    if getattr(config, "parts", 0) and _has_channels(work.problem):
+        others = {name: x for name, x in work.arrays.items() if name in ("work_space", "cu_seqlens_q", "cu_seqlens_k")}
+        work.run(ScaleResults(SCALES, config, True), others | results)
+
+
+def _has_channels(problem: AttentionProblem) -> bool:
+    """Return True if channels have factors, which follow from all queries of a head.
+
+    With splits of one size a row's bits may depend on nothing but its own sequence.
+    """
+    return problem.split_size is None
+
+
+def _is_backward(config: PartsConfig) -> bool:
+    return isinstance(config, plan_split.SplitGradientConfig | sm80_wide.WideGradientConfig)
 
 
 def _columns(config: PartsConfig) -> int:

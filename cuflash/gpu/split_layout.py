@@ -29,5 +29,6 @@ OPERANDS = Struct(
         Member("dout", TENSOR.name, TENSOR.dtype, "dout, lse and delta are of the backward pass alone"),
         Member("lse", "i64", _I8, "where it begins, in bytes"),
         Member("delta", "i64", _I8, "likewise"),
+        Member("channels", "i64", _I8, "where the factors of channels begin, in bytes"),
     ],
 )

@@ -46,6 +46,12 @@ def texts() -> Iterator[tuple[str, str]]:
                 left.discard(header)
                 constants = source.constants_text({**kernels._SHARED, **kernels.constants_of(config)})
                 yield header, constants + source.inlined(" ".join((header, *bound)), headers)
+    # The kernels that split operands have the constants of any configuration, and these.
+    own_constants = {"columns": 64, "threads": 256, "has_channels": True, "is_backward": True}
+    of_split = {**kernels._SHARED, **kernels.constants_of(config), **own_constants}
+    for header in ("split/channels.cuh", "split/source_row.cuh"):
+        left.discard(header)
+        yield header, source.constants_text(of_split) + source.inlined(header, headers)
     assert left == {"around/e4m3.cuh", "around/four.cuh"}  # kernels without a configuration include these
     for header in sorted(left):
         yield header, source.inlined(header)

@@ -18,7 +18,7 @@ from devices import Device
 from error_rule import INPUTS, NAMES, assert_error_rule, forward_by
 from numpy.typing import NDArray
 
-from cuflash.gpu import launch
+from cuflash.gpu import launch, split
 from cuflash.plan import sm90_backward_tiles
 
 Array = NDArray[Any]
@@ -58,6 +58,49 @@ def test_error_rule_of_every_float32_family(
 ) -> None:
     with float32_kernels(architecture, monkeypatch) as device:
         assert_error_rule(device, make("float32").with_options(causal=causal))
+
+
+def balanced(seed: int, dims: tuple[int, int] = (64, 64), **options: Any) -> Case:
+    """Make a case whose channels balance: q's are large where k's are small, and v's where dout's are."""
+    case = gaussian_case(seed, "float32", (100, 130), dims=dims, **options)
+    of_keys, of_values = (10.0 ** np.random.default_rng(seed).uniform(-4, 4, dim) for dim in dims)
+    factors = {"q": 1 / of_keys, "k": of_keys, "v": of_values, "dout": 1 / of_values}
+    return case.with_inputs(**{name: (getattr(case, name) * x).astype(np.float32) for name, x in factors.items()})
+
+
+@pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
+@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("dims", [(64, 64), (96, 128), (256, 256)], ids=str)
+def test_channels_that_balance(architecture: str, dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores are ordinary, and every channel of every gradient is as exact as its own size asks."""
+    with float32_kernels(architecture, monkeypatch) as device:
+        case = balanced(1, dims, causal=True)
+        assert_error_rule(device, case)
+        on_device = case.on(device)
+        out, lse = on_device.forward()
+        found, exact = on_device.backward(out, lse), case.reference_backward()
+        pairs = [(out, case.reference_forward()[0]), *((found[name], exact[name]) for name in ("q", "k", "v"))]
+        for x, y in pairs:
+            error, size = (np.abs(z).max(axis=(0, 1, 2)) for z in (x - y, y))
+            assert (error <= 32 * np.finfo(np.float32).eps * size).all()
+
+
+@pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+def test_ordinary_channels_have_no_factors(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every bit is as without them, also where some rows are a million times as large, or not finite."""
+    case = gaussian_case(2, "float32", (100, 130), causal=True)
+    case.q[0, 3] *= 1e6
+    case.v[0, 5, 0] = np.nan
+    results = []
+    for has_channels in (True, False):
+        monkeypatch.setattr(split, "_has_channels", lambda problem, has=has_channels: has)
+        with float32_kernels(architecture, monkeypatch) as device:
+            on_device = case.on(device)
+            out, lse = on_device.forward()
+            results.append([out, lse, *on_device.backward(out, lse).values()])
+    for x, y in zip(*results, strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -212,6 +212,8 @@ def family_of(entry: str) -> ModuleType | None:
         "ordered_dq": sm80_backward,
         "bias_sm80": sm80_backward,
         "split_rows": None,
+        "split_channels": None,
+        "scale_results": None,
         "split": plan_split,
         "parts": sm80_wide,
         "wide": sm80_wide,

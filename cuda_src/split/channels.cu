@@ -1,0 +1,114 @@
+// split_channels finds the factors of channels (channels.cuh) before the operands are split, and scale_results
+// multiplies results and gradients by them.
+//
+// A channel's factor follows from the mean exponent of its elements in the rows of q (or v) that are in use. Few rows
+// with extreme numbers hardly move it, nor do rows that have the same number in all channels. Where the means are
+// within 2^SPREAD of each other all factors are 1, as parts have bits to spare, so that ordinary inputs keep their
+// bits.
+#include "channels.cuh"
+#include "source_row.cuh"
+
+constexpr int MOST_ROWS = 1024;  // rows that are looked at, evenly spaced
+constexpr int FEWEST_ROWS = 16;  // fewer say little of a channel
+constexpr int SPREAD = 8, MOST_SHIFT = 40;
+constexpr int LARGEST_EXPONENT =
+    127 + 60;  // of an element over its factor, as a field of float32: sums do not overflow
+constexpr int EXPONENT_SHIFT = 23, EXPONENT_OF_ONE = 127;
+
+struct SharedChannels {
+  int sums[THREADS], counts[THREADS], tops[THREADS];
+};
+
+// mean_of() is the nearest integer to sum / count.
+DEVICE int mean_of(int sum, int count) { return (2 * sum + count) / (2 * count); }
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    split_channels(const AttentionParams p, const SplitOperands operands, u8* space) {
+  __shared__ SharedChannels shared;
+  const bool of_keys = blockIdx.y == 0;
+  const Tensor<const float>& from = of_keys ? p.q : p.v;
+  const int columns = of_keys ? p.head_dim : p.head_dim_v, heads = of_keys ? group_size(p) : 1;
+  const int rows = of_keys ? operands.q.rows : operands.v.rows, column = threadIdx.x % COLUMNS;
+  const int batch = blockIdx.x / p.num_heads_kv, first_head = blockIdx.x % p.num_heads_kv * heads;
+  const i64 all_rows = static_cast<i64>(heads) * rows;
+  const int num_rows = all_rows < MOST_ROWS ? static_cast<int>(all_rows) : MOST_ROWS;
+  // 1. Each thread sums the exponents of a channel over some rows.
+  int sum = 0, count = 0, top = 0;
+  for (int i = threadIdx.x / COLUMNS; i < num_rows; i += THREADS / COLUMNS) {
+    const i64 index = all_rows * i / num_rows;
+    const int row = static_cast<int>(index % rows), head = first_head + static_cast<int>(index / rows);
+    const int source = of_keys ? source_row<false>(p, batch, row) : source_row<true>(p, batch, row);
+    if (source < 0 || column >= columns) continue;
+    const float x = from.at(batch, source, head)[column];
+    const int exponent = __float_as_uint(x) << 1 >> (EXPONENT_SHIFT + 1);
+    if (exponent == 0 || exponent == 255) continue;  // 0, a subnormal, an infinity or NaN
+    sum += exponent;
+    count++;
+    top = larger(top, exponent);
+  }
+  shared.sums[threadIdx.x] = sum;
+  shared.counts[threadIdx.x] = count;
+  shared.tops[threadIdx.x] = top;
+  __syncthreads();
+  // 2. The mean of each channel.
+  if (threadIdx.x < COLUMNS) {
+    for (int i = threadIdx.x + COLUMNS; i < THREADS; i += COLUMNS) {
+      sum += shared.sums[i];
+      count += shared.counts[i];
+      top = larger(top, shared.tops[i]);
+    }
+    shared.sums[threadIdx.x] = count > 0 ? mean_of(sum, count) : 0;
+    shared.counts[threadIdx.x] = count;
+  }
+  __syncthreads();
+  // 3. The factors, of means against the largest.
+  if (threadIdx.x >= COLUMNS) return;
+  int largest = 0, smallest = LARGEST_EXPONENT, most = 0;
+  for (int i = 0; i < COLUMNS; i++) {
+    if (shared.counts[i] == 0) continue;
+    largest = larger(largest, shared.sums[i]);
+    smallest = smaller(smallest, shared.sums[i]);
+    most = larger(most, shared.counts[i]);
+  }
+  int shift = 0;
+  if (count > 0 && most >= FEWEST_ROWS && largest - smallest > SPREAD) {
+    shift = larger(shared.sums[threadIdx.x] - largest, larger(-MOST_SHIFT, top - LARGEST_EXPONENT));
+  }
+  const Channels which = of_keys ? Channels::OF_KEYS : Channels::OF_VALUES;
+  channel_factors(operands, space, blockIdx.x, which)[threadIdx.x] =
+      __uint_as_float((EXPONENT_OF_ONE + smaller(shift, 0)) << EXPONENT_SHIFT);
+}
+
+// scale_rows() multiplies the rows of a result in place; INVERSE: by the inverses of the factors.
+template <bool INVERSE>
+DEVICE void scale_rows(const AttentionParams& p, const SplitOperands& operands, u8* space, const Tensor<float>& x,
+                       int rows, int heads, int columns, Channels which) {
+  const int batch_head = blockIdx.x, batch = batch_head / heads, head = batch_head % heads;
+  if (x.data == nullptr || batch_head >= heads * (p.cu_seqlens_q == nullptr ? p.batch : 1)) return;
+  const i64 head_kv = static_cast<i64>(batch) * p.num_heads_kv + head / (heads / p.num_heads_kv);
+  const float* factors = channel_factors(operands, space, head_kv, which);
+  const int column = threadIdx.x % COLUMNS;
+  const float factor = column < columns ? factors[column] : 1;
+  // Most heads have no factors, and their results are not touched.
+  if (!__syncthreads_or(factor != 1) || factor == 1) return;
+  const float by = INVERSE ? inverse_of(factor) : factor;
+  const int first = blockIdx.y * (THREADS / COLUMNS) + threadIdx.x / COLUMNS;
+  for (int row = first; row < rows; row += gridDim.y * (THREADS / COLUMNS)) {
+    float& one = x.at(batch, row, head)[column];
+    one = ptx::multiply(one, by);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    scale_results(const AttentionParams p, const SplitOperands operands, u8* space) {
+  if constexpr (!IS_BACKWARD) {  // out = p v, of which v was divided
+    const auto& out = reinterpret_cast<const Tensor<float>&>(p.out);
+    scale_rows<false>(p, operands, space, out, p.seqlen_q, p.num_heads_q, p.head_dim_v, Channels::OF_VALUES);
+  } else if (blockIdx.z == 0) {  // dq = ds k, of which k was multiplied
+    scale_rows<true>(p, operands, space, p.dq, p.seqlen_q, p.num_heads_q, p.head_dim, Channels::OF_KEYS);
+  } else if (blockIdx.z == 1) {  // dk = ds q, of which q was divided
+    scale_rows<false>(p, operands, space, p.dk, p.seqlen_k, p.num_heads_kv, p.head_dim, Channels::OF_KEYS);
+  } else {  // dv = p dout, of which dout was multiplied
+    scale_rows<true>(p, operands, space, p.dv, p.seqlen_k, p.num_heads_kv, p.head_dim_v, Channels::OF_VALUES);
+  }
+}
