@@ -8,8 +8,8 @@
 // and 2 r + 1 of the product's eight (and eight further ones) are columns of even and of odd number.
 #include "cache.cuh"
 
-// Computed is the type of all factors: float16 where the cache has codes, for which queries in bfloat16 are multiplied by
-// a power of two (QueryFactors).
+// Computed is the type of all factors: float16 where the cache has codes, for which queries in bfloat16 are multiplied
+// by a power of two (QueryFactors).
 template <bool OF_CODES, class T>
 struct Computing {
   using Type = T;
