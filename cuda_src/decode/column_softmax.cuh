@@ -72,12 +72,8 @@ struct ColumnSoftmax {
   DEVICE void finish(const float (&sinks)[2], float (&inverse)[2], float (&lse)[2]) const {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      const float sink = sinks[i] * LOG2_E, top = larger(maximum[i], sink);
-      float total = over_keys(sum[i], [](float a, float b) { return a + b; });
-      const float own = maximum[i] == -infinity() ? 0 : ptx::ex2(maximum[i] - top);
-      total = (total == 0 ? 0 : total * own) + (sink == -infinity() ? 0 : ptx::ex2(sink - top));
-      inverse[i] = total == 0 ? 0 : quotient(own, total);
-      lse[i] = total == 0 ? -infinity() : top * (1 / LOG2_E) + natural_log(total);
+      const float total = over_keys(sum[i], [](float a, float b) { return a + b; });
+      finish_total(maximum[i] * (1 / LOG2_E), total, sinks[i], inverse[i], lse[i]);
     }
   }
 

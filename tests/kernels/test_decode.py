@@ -222,6 +222,19 @@ def test_one_visible_key_is_the_result(kind: tuple[str, str], name: str) -> None
 
 
 @needs_compiler
+def test_sinks_of_any_size(kind: tuple[str, str]) -> None:
+    """A sink is the lse of a row that sees nothing, bit for bit, also where it is too large for a score of base 2."""
+    drawn = Drawn(kind)
+    sink = np.array([3e38, -3e38, 7.3, -np.inf], np.float32)
+    options: dict[str, Any] = {"sink": sink, "kv_lengths": np.array([200, 0], np.int32)}
+    expected = drawn.exact(**options)
+    out, lse = drawn.attend(**options)
+    assert_near(out, expected)
+    np.testing.assert_allclose(lse, expected.lse, atol=2e-5, rtol=1e-5)
+    np.testing.assert_array_equal(lse[1, :, 0], sink)
+
+
+@needs_compiler
 @pytest.mark.parametrize("kind", [one for one in KINDS if one[1] == "bfloat16"], ids="-".join, indirect=True)
 def test_queries_of_any_size(kind: tuple[str, str]) -> None:
     """Rows far beyond float16's range, of which NaN stays in its head, and a row of zeros."""
