@@ -273,6 +273,23 @@ def test_scales_of_any_size() -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("per", ["tensor", "token"])
+@pytest.mark.parametrize("size", [1e-33, 1e36])
+def test_scales_near_the_ends_of_float32(size: float, per: str) -> None:
+    """Results are as near as those of other scales are."""
+    with hook.kernels_on(CpuDevice((8, 0), num_sms=NUM_SMS)):
+        for queries in ("float16", CODES):
+            drawn = Drawn(("codes", queries), per=per)
+            drawn.scales["v_scale"] *= np.float32(size)
+            drawn.numbers[2] = numbers_of(drawn.arrays[2], drawn.scales["v_scale"])
+            expected, out = drawn.exact(), drawn.attend(out_dtype="float32")[0]
+            # In units of the size, so that no constant of the tolerance hides anything.
+            assert_near(
+                out / np.float32(size), expected._replace(out=expected.out / size, rounding=expected.rounding / size)
+            )
+
+
+@needs_compiler
 @pytest.mark.parametrize("per", ["tensor", "head", "token"])
 @pytest.mark.parametrize("inputs_of", ["gaussian", "outliers", "sharp"])
 def test_error_is_that_of_plain_attention_with_rounded_weights(inputs_of: str, per: str) -> None:
