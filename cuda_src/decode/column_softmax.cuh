@@ -5,10 +5,10 @@
 #include "../fragment/softmax_fragment.cuh"
 #include "factors.cuh"
 
-// A weight times its key's scale stands in a unit of its query. Where scales differ, the unit is the largest such
-// product so far over TOP, so that a key with most of the weight is exact. LEAST is the least unit, whose inverse is
-// finite.
-constexpr float TOP = QUERY_CODES ? 256 : is_half<Computed> ? 16384 : 1, LEAST_UNIT = 0x1p-100f;
+// A weight times its key's scale stands in a unit of its query over TOP. Where scales differ, the unit is the largest
+// such product so far, so that a key with most of the weight is exact. LEAST_UNIT is the least unit, of which TOP is a
+// finite multiple; products of any scale but subnormal ones keep their bits above it.
+constexpr float TOP = QUERY_CODES ? 256 : is_half<Computed> ? 16384 : 1, LEAST_UNIT = TOP * 0x1p-124f;
 
 // over_keys() combines x over the lanes that have the same queries.
 template <class Operation>
@@ -27,7 +27,7 @@ struct ColumnSoftmax {
 
   DEVICE void begin() {
 #pragma unroll
-    for (int i = 0; i < 2; i++) maximum[i] = -infinity(), sum[i] = 0, unit[i] = HAS_FP8 ? LEAST_UNIT : 1 / TOP;
+    for (int i = 0; i < 2; i++) maximum[i] = -infinity(), sum[i] = 0, unit[i] = HAS_FP8 ? LEAST_UNIT : 1;
   }
 
   // step() turns the scores of a stage into weights in units; rescale[i] is the factor for earlier results.
@@ -53,7 +53,7 @@ struct ColumnSoftmax {
       if (scales_vary) {
         scale_to_units(x, stage, rescale);
       } else {
-        unit[0] = unit[1] = stage.v_scale[0] * (1 / TOP);
+        unit[0] = unit[1] = stage.v_scale[0];
         multiply(x, TOP);
       }
       if constexpr (QUERY_CODES) {
@@ -68,16 +68,13 @@ struct ColumnSoftmax {
     }
   }
 
-  // finish() ends the queries of a warp, whose sinks are one more score each: inverse[i] normalises a result.
+  // finish() ends the queries of a warp, whose sinks are one more score each: inverse[i] normalises a result, in units.
   DEVICE void finish(const float (&sinks)[2], float (&inverse)[2], float (&lse)[2]) const {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      const float sink = sinks[i] * LOG2_E, top = larger(maximum[i], sink);
-      float total = over_keys(sum[i], [](float a, float b) { return a + b; });
-      const float own = maximum[i] == -infinity() ? 0 : ptx::ex2(maximum[i] - top);
-      total = (total == 0 ? 0 : total * own) + (sink == -infinity() ? 0 : ptx::ex2(sink - top));
-      inverse[i] = total == 0 ? 0 : quotient(own, total);
-      lse[i] = total == 0 ? -infinity() : top * (1 / LOG2_E) + natural_log(total);
+      const float total = over_keys(sum[i], [](float a, float b) { return a + b; });
+      finish_total(maximum[i] * (1 / LOG2_E), total, sinks[i], inverse[i], lse[i]);
+      inverse[i] *= 1 / TOP;
     }
   }
 
@@ -104,9 +101,9 @@ struct ColumnSoftmax {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const float earlier = rescale[i] * unit[i];
-      unit[i] = larger(larger(largest_over_keys(top[i]) * (1 / TOP), earlier), LEAST_UNIT);
-      const float inverse = quotient(1, unit[i]);
-      rescale[i] = earlier * inverse;
+      unit[i] = larger(larger(largest_over_keys(top[i]), earlier), LEAST_UNIT);
+      const float inverse = quotient(TOP / 4, unit[i] / 4);  // a quotient by more than 2^126 would be 0
+      rescale[i] = earlier * inverse * (1 / TOP);
 #pragma unroll
       for (int e = i; e < 4 * KEY_BLOCKS; e += 2) x[e / 4][e % 4] *= inverse;
     }

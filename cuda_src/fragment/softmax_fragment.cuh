@@ -33,10 +33,9 @@ DEVICE Accum natural_log(Accum x) {
   return log_e(x);
 }
 
-// finish_row() ends a row whose largest score is `top`; `sum` is this thread's share of the sum of weights. A sink is
-// one more score. `inverse` normalises the row, `lse` is its log-sum-exp.
-DEVICE void finish_row(Accum top, Accum sum, Accum sink, Accum& inverse, Accum& lse) {
-  Accum total = sum_of_row<4>(sum);
+// finish_total() ends a row whose largest score is `top`; `total` is the sum of its weights. A sink is one more score.
+// `inverse` normalises the row, `lse` is its log-sum-exp.
+DEVICE void finish_total(Accum top, Accum total, Accum sink, Accum& inverse, Accum& lse) {
   Accum own = 1;
   if (sink != -infinity()) {
     const Accum seen = top;
@@ -46,6 +45,11 @@ DEVICE void finish_row(Accum top, Accum sum, Accum sink, Accum& inverse, Accum& 
   }
   inverse = total == 0 ? 0 : quotient(own, total);
   lse = total == 0 ? -infinity() : top + natural_log(total);
+}
+
+// finish_row() does so where four lanes have a share of the sum each.
+DEVICE void finish_row(Accum top, Accum sum, Accum sink, Accum& inverse, Accum& lse) {
+  finish_total(top, sum_of_row<4>(sum), sink, inverse, lse);
 }
 
 DEVICE float power_of_2(float x) { return ptx::ex2(x); }

@@ -222,6 +222,19 @@ def test_one_visible_key_is_the_result(kind: tuple[str, str], name: str) -> None
 
 
 @needs_compiler
+def test_sinks_of_any_size(kind: tuple[str, str]) -> None:
+    """A sink is the lse of a row that sees nothing, bit for bit, also where it is too large for a score of base 2."""
+    drawn = Drawn(kind)
+    sink = np.array([3e38, -3e38, 7.3, -np.inf], np.float32)
+    options: dict[str, Any] = {"sink": sink, "kv_lengths": np.array([200, 0], np.int32)}
+    expected = drawn.exact(**options)
+    out, lse = drawn.attend(**options)
+    assert_near(out, expected)
+    np.testing.assert_allclose(lse, expected.lse, atol=2e-5, rtol=1e-5)
+    np.testing.assert_array_equal(lse[1, :, 0], sink)
+
+
+@needs_compiler
 @pytest.mark.parametrize("kind", [one for one in KINDS if one[1] == "bfloat16"], ids="-".join, indirect=True)
 def test_queries_of_any_size(kind: tuple[str, str]) -> None:
     """Rows far beyond float16's range, of which NaN stays in its head, and a row of zeros."""
@@ -257,6 +270,23 @@ def test_scales_of_any_size() -> None:
             drawn.scales, arrays = {}, drawn.arrays
             drawn.numbers = [numbers_of(x) if x.dtype == np.uint8 else x.astype(np.float64) for x in arrays]
             assert_near(drawn.attend(out_dtype="float32")[0], drawn.exact())
+
+
+@needs_compiler
+@pytest.mark.parametrize("per", ["tensor", "token"])
+@pytest.mark.parametrize("size", [1e-33, 1e36])
+def test_scales_near_the_ends_of_float32(size: float, per: str) -> None:
+    """Results are as near as those of other scales are."""
+    with hook.kernels_on(CpuDevice((8, 0), num_sms=NUM_SMS)):
+        for queries in ("float16", CODES):
+            drawn = Drawn(("codes", queries), per=per)
+            drawn.scales["v_scale"] *= np.float32(size)
+            drawn.numbers[2] = numbers_of(drawn.arrays[2], drawn.scales["v_scale"])
+            expected, out = drawn.exact(), drawn.attend(out_dtype="float32")[0]
+            # In units of the size, so that no constant of the tolerance hides anything.
+            assert_near(
+                out / np.float32(size), expected._replace(out=expected.out / size, rounding=expected.rounding / size)
+            )
 
 
 @needs_compiler
