@@ -8,7 +8,7 @@
 // A weight times its key's scale stands in a unit of its query over TOP. Where scales differ, the unit is the largest
 // such product so far, so that a key with most of the weight is exact. LEAST_UNIT is the least unit, of which TOP is a
 // finite multiple; products of any scale but subnormal ones keep their bits above it.
-constexpr float TOP = QUERY_CODES ? 256 : is_half<Computed> ? 16384 : 1, LEAST_UNIT = TOP * 0x1p-124f;
+constexpr float TOP = QUERY_CODES ? 256 : is_half<Weighted> ? 16384 : 1, LEAST_UNIT = TOP * 0x1p-124f;
 
 // over_keys() combines x over the lanes that have the same queries.
 template <class Operation>

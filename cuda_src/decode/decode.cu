@@ -143,7 +143,7 @@ struct Warp {
         for (int e = 0; e < 2; e++) {
           float& one = x[block][2 * half + e];
           one *= of_key;
-          if (QUERY_CODES || SCALES_QUERIES) one *= queries.factor[q][e];
+          if constexpr (QUERY_CODES) one *= queries.scale[q][e];
           if constexpr (!HAS_PLAIN_SCORES) {
             Score score(p, work.sequence, work.first_head);
             if constexpr (HAS_ALIBI) score.slope = slopes[q][e];

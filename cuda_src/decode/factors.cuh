@@ -1,29 +1,27 @@
 // This header has the factors of a decode kernel's products. Few queries are the columns of a product by mma.sync,
 // which has eight, and 16 keys are its rows: S^T = K Q^T. The values' columns are the rows of the second one: O^T = V^T
-// P^T. A query's fragment stays in registers. Keys and values are read by ldmatrix, and codes become float16 there,
-// which is exact: as each warp has keys of its own, each code is converted once.
+// P^T. A query's fragment stays in registers. Keys and values are read by ldmatrix, and codes become numbers of 16 bits
+// there, which is exact: as each warp has keys of its own, each code is converted once.
 //
 // Codes: one word of ldmatrix has four. Of keys these are four neighbouring columns of a row, which a product takes in
 // any order if the queries have them in the same. Of values, transposed, they are two columns of two rows: rows 2 r
 // and 2 r + 1 of the product's eight (and eight further ones) are columns of even and of odd number.
 #include "cache.cuh"
 
-// Computed is the type of all factors: float16 where the cache has codes, for which queries in bfloat16 are multiplied
-// by a power of two (QueryFactors).
+// Weighted is the type of weights and values as factors. Queries and keys are `Element`, into which codes fit as well.
 template <bool OF_CODES, class T>
-struct Computing {
+struct Weighing {
   using Type = T;
 };
 template <class T>
-struct Computing<true, T> {
-  using Type = __half;
+struct Weighing<true, T> {
+  using Type = __half;  // more bits of a weight, and a conversion less for each code
 };
-using Computed = Computing<HAS_FP8, Element>::Type;
+using Weighted = Weighing<HAS_FP8, Element>::Type;
 template <class T>
 constexpr bool is_half = false;
 template <>
 constexpr bool is_half<__half> = true;
-constexpr bool SCALES_QUERIES = HAS_FP8 && !is_half<Element>;
 
 constexpr int COLUMNS = 8;                       // queries of a product
 constexpr int QUERY_BLOCKS = BLOCK_M / COLUMNS;  // products side by side
@@ -42,10 +40,21 @@ DEVICE int column_of(int block, int e) {
   return HAS_FP8 ? block * 16 + lane() / 4 * 2 + e / 2 : block * 16 + lane() / 4 + e / 2 * 8;
 }
 
-// QueryFactors are the queries of the thread block as factors, and what scores are multiplied by for that.
+// element_at() is an element of a query.
+DEVICE Element element_at(const AttentionParams& p, const Sequence& s, int head, int column) {
+  if constexpr (QUERY_CODES) {
+    u32 halves[2];
+    ptx::halves_of_e4m3(halves, codes_of(p.q).at(s.batch, 0, head)[column]);
+    return *reinterpret_cast<const Element*>(halves);
+  } else {
+    return p.q.at(s.batch, 0, head)[column];
+  }
+}
+
+// QueryFactors are the queries of the thread block as factors, and the scales of the thread's two in each block.
 struct QueryFactors {
   u32 words[QUERY_BLOCKS][STEPS][2];
-  float factor[QUERY_BLOCKS][2];  // of the queries of elements 0 and 1
+  float scale[QUERY_BLOCKS][2];
 
   // This constructor reads one row for each head from `first_head` on; rows behind `num_rows` count as 0.
   DEVICE QueryFactors(const AttentionParams& p, const Sequence& s, int first_head, int num_rows) {
@@ -53,78 +62,44 @@ struct QueryFactors {
     for (int block = 0; block < QUERY_BLOCKS; block++) {
       const int row = block * COLUMNS + lane() / 4;
       read_row(p, s, block, first_head + row, row < num_rows);
-      find_factors(p, s, block, first_head, num_rows);
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        const int query = query_of(block, e);
+        const bool has_scale = QUERY_CODES && p.q_scale.data != nullptr && query < num_rows;
+        scale[block][e] = has_scale ? *p.q_scale.at(s.batch, 0, first_head + query) : 1;
+      }
     }
   }
 
  private:
-  // read_row() reads what a lane has of a row: four columns of each step. Elements of 16 bits are in the order of their
-  // columns two by two; codes are four in a row, as the keys' are.
+  // read_row() reads what a lane has of a row: four columns of each step. Over numbers they are in the order of their
+  // columns two by two; over codes they are four in a row, as the keys' are.
   DEVICE void read_row(const AttentionParams& p, const Sequence& s, int block, int head, bool inside) {
     const int columns = inside ? p.head_dim : 0;
-    Accum top = 0;
-    Accum x[STEPS][4];
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
+      union {
+        Element elements[4];
+        u32 pairs[2];
+      } own;
 #pragma unroll
       for (int e = 0; e < 4; e++) {
         const int within = HAS_FP8 ? lane() % 4 * 4 + e : lane() % 4 * 2 + e / 2 * 8 + e % 2;
         const int column = step * 16 + within;
-        x[step][e] = column < columns ? element_at(p, s, head, column) : Accum(0);
-        const Accum size = fabsf(x[step][e]);
-        if (SCALES_QUERIES && size < infinity()) top = larger(top, size);
+        own.elements[e] = column < columns ? element_at(p, s, head, column) : from_accum<Element>(0);
       }
-    }
-    if constexpr (SCALES_QUERIES) {
-      // The largest element of a row comes between 2^14 and 2^15; those that float16 loses are below 2^-39 of it.
-      top = larger(reduced(top), LEAST);
-      const u32 exponent = __float_as_uint(top) >> 23;
-      own_factor = __uint_as_float((exponent - 14) << 23);
-      const Accum inverse = __uint_as_float((2 * 127 + 14 - exponent) << 23);
-#pragma unroll
-      for (auto& of_step : x) {
-#pragma unroll
-        for (Accum& one : of_step) one *= inverse;
-      }
-    }
-#pragma unroll
-    for (int step = 0; step < STEPS; step++) {
-#pragma unroll
-      for (int i = 0; i < 2; i++) words[block][step][i] = packed(Computed(), x[step][2 * i], x[step][2 * i + 1]);
+      words[block][step][0] = own.pairs[0];
+      words[block][step][1] = own.pairs[1];
     }
   }
-
-  static DEVICE Accum element_at(const AttentionParams& p, const Sequence& s, int head, int column) {
-    if constexpr (QUERY_CODES) {
-      u32 halves[2];
-      ptx::halves_of_e4m3(halves, codes_of(p.q).at(s.batch, 0, head)[column]);
-      return __half2float(*reinterpret_cast<const __half*>(halves));
-    } else {
-      return to_accum(p.q.at(s.batch, 0, head)[column]);
-    }
-  }
-
-  // find_factors() finds the factors of the thread's two queries, which other lanes have read.
-  DEVICE void find_factors(const AttentionParams& p, const Sequence& s, int block, int first_head, int num_rows) {
-#pragma unroll
-    for (int e = 0; e < 2; e++) {
-      const int query = query_of(block, e);
-      factor[block][e] = 1;
-      if (QUERY_CODES && p.q_scale.data != nullptr && query < num_rows) {
-        factor[block][e] = *p.q_scale.at(s.batch, 0, first_head + query);
-      }
-      if constexpr (SCALES_QUERIES) factor[block][e] = __shfl_sync(ALL_LANES, own_factor, query % COLUMNS * 4);
-    }
-  }
-
-  static DEVICE Accum reduced(Accum x) {
-    for (int step = 1; step < 4; step *= 2) x = larger(x, __shfl_xor_sync(ALL_LANES, x, step));
-    return x;
-  }
-
-  static constexpr float LEAST = 0x1p-100f;  // a power whose inverse is finite; smaller rows stay as small
-  float own_factor;                          // of the row that the lane has read
 };
+
+// elements_of_codes() makes the four codes of a word elements.
+DEVICE void elements_of_codes(u32 (&pairs)[2], u32 codes) {
+  ptx::halves_of_e4m3(pairs, codes);
+#pragma unroll
+  for (u32& pair : pairs) pair = element_pair(Element(), pair);
+}
 
 // multiply_keys() computes x += K Q^T for the keys of a stage.
 DEVICE void multiply_keys(float (&x)[QUERY_BLOCKS][KEY_BLOCKS][4], const KeyTile& keys, const QueryFactors& queries) {
@@ -139,15 +114,15 @@ DEVICE void multiply_keys(float (&x)[QUERY_BLOCKS][KEY_BLOCKS][4], const KeyTile
         u32 a[4];
         if constexpr (HAS_FP8) {
           u32 upper[2], lower[2];  // eight rows each
-          ptx::halves_of_e4m3(upper, words[2 * i]);
-          ptx::halves_of_e4m3(lower, words[2 * i + 1]);
+          elements_of_codes(upper, words[2 * i]);
+          elements_of_codes(lower, words[2 * i + 1]);
           a[0] = upper[0], a[1] = lower[0], a[2] = upper[1], a[3] = lower[1];
         } else {
           copy_words(a, words);
         }
 #pragma unroll
         for (int q = 0; q < QUERY_BLOCKS; q++) {
-          ptx::mma_m16n8k16<Computed>(x[q][block], a, queries.words[q][read * BLOCKS_OF_READ + i]);
+          ptx::mma_m16n8k16<Element>(x[q][block], a, queries.words[q][read * BLOCKS_OF_READ + i]);
         }
       }
     }
@@ -165,7 +140,7 @@ DEVICE void pack_weights(WeightFactors& to, const float (&x)[QUERY_BLOCKS][KEY_B
     for (int block = 0; block < KEY_BLOCKS; block++) {
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        to[q][block][i] = ptx::movmatrix_trans(packed(Computed(), x[q][block][2 * i], x[q][block][2 * i + 1]));
+        to[q][block][i] = ptx::movmatrix_trans(packed(Weighted(), x[q][block][2 * i], x[q][block][2 * i + 1]));
       }
     }
   }
@@ -193,7 +168,7 @@ DEVICE void multiply_values(float (&out)[QUERY_BLOCKS][VALUE_BLOCKS][4], const V
         }
 #pragma unroll
         for (int q = 0; q < QUERY_BLOCKS; q++) {
-          ptx::mma_m16n8k16<Computed>(out[q][read * BLOCKS_OF_READ + i], a, weights[q][block]);
+          ptx::mma_m16n8k16<Weighted>(out[q][read * BLOCKS_OF_READ + i], a, weights[q][block]);
         }
       }
     }

@@ -24,6 +24,7 @@ __all__ = ["ENTRY"]
 HANDLES = ("has_window", "has_softcap", "has_alibi", "has_fp8")  # the flags that the kernel knows
 # Hopper's own kernel copies boxes of TMA from pages: with smaller ones than this it waits for the copies' number.
 SMALL_PAGES = 64
+_MOST_TILES = 4  # of query heads that share a KV head
 _CODE_BYTES = 1
 _STAGE_ALIGNMENT = 128  # bytes
 _COMPUTED = "float16"  # what codes of queries become
@@ -88,6 +89,8 @@ def forward(problem: AttentionProblem, *place: Any) -> tuple[DecodeConfig, ...]:
     query_codes = problem.dtype == FP8
     computed = _COMPUTED if query_codes else problem.dtype
     found = candidates(table, asked_of(problem, own), own.capability, can_take, waste)
+    # Tiles of more heads than one of these has read the keys again.
+    found = tuple(x for x in found if math.ceil(problem.group_size / x.tile.block_m) <= _MOST_TILES)
     return tuple(
         DecodeConfig(
             **common(DecodeConfig, computed, None, flags_of(problem), record, record.tile),
@@ -116,9 +119,9 @@ def num_splits(problem: AttentionProblem, config: DecodeConfig, num_sms: int) ->
     """Return how many thread blocks share the keys of a tile on `num_sms` multiprocessors."""
     if problem.is_empty:
         return 1
-    steps = math.ceil(keys_seen(problem, 1) / config.block_n)
     if problem.num_splits is not None:
-        return max(1, min(problem.num_splits, steps))
+        return max(1, min(problem.num_splits, math.ceil(problem.seqlen_k / config.block_n)))
+    steps = math.ceil(keys_seen(problem, 1) / config.block_n)
     tried = [n for n in NUMBERS if n == 1 or n * _FEWEST_STEPS <= steps]
     times = {n: predicted_us(problem, config, n, num_sms) for n in tried}
     bound = min(times.values()) * (1 + _EQUAL)

@@ -251,6 +251,21 @@ def test_queries_of_any_size(kind: tuple[str, str]) -> None:
     assert np.isfinite(out[:, :, 1:].astype(np.float32)).all()
 
 
+@needs_compiler
+@pytest.mark.parametrize("kind", [one for one in KINDS if one[1] == "bfloat16"], ids="-".join, indirect=True)
+def test_elements_of_a_query_far_apart(kind: tuple[str, str]) -> None:
+    """Small elements decide where keys are 0 beside a huge one."""
+    drawn = Drawn(kind)
+    for x, numbers in zip(drawn.arrays[:2], drawn.numbers[:2], strict=True):
+        x[..., 0] = 0
+        numbers[..., 0] = 0
+    drawn.arrays[0][..., 0] = drawn.numbers[0][..., 0] = 2.0**100
+    out, lse = drawn.attend()
+    expected = drawn.exact()
+    assert_near(out, expected)
+    np.testing.assert_allclose(lse, expected.lse, atol=2e-5, rtol=1e-5)
+
+
 def _without_first(expected: Exact) -> Exact:
     return expected._replace(out=expected.out[:, :, 1:], rounding=np.asarray(expected.rounding)[:, :, 1:])
 
@@ -331,7 +346,7 @@ HERE = True, (9, 0), hardware.smem_limit("sm_90")
 
 
 def test_what_it_leaves_to_others() -> None:
-    """More queries, options that hide keys one by one, splits of one size, unaligned rows and older GPUs."""
+    """More queries or heads, options that hide keys one by one, splits of one size, unaligned rows and older GPUs."""
     assert decode.forward(PROBLEM, *HERE)
     for other in (
         {"seqlen_q": 2},
@@ -342,6 +357,7 @@ def test_what_it_leaves_to_others() -> None:
         {"split_size": 256},
         {"softmax_scale": -1.0},
         {"head_dim": 300},
+        {"num_heads_q": 512},
     ):
         assert not decode.forward(replace(PROBLEM, **other), *HERE), other
     assert not decode.forward(PROBLEM, False, *HERE[1:])
