@@ -5,12 +5,12 @@
 #include "layout.cuh"
 
 // Channels names a table of factors: of the channels of q and k, or of those of v and dout. Each (batch, KV head) has
-// both tables.
+// TABLES, which are both.
 enum class Channels { OF_KEYS, OF_VALUES };
 
 // channel_factors() are the factors (COLUMNS,) of a KV head.
 DEVICE float* channel_factors(const SplitOperands& operands, u8* space, i64 batch_head_kv, Channels which) {
-  const i64 table = batch_head_kv * 2 + static_cast<int>(which);
+  const i64 table = batch_head_kv * TABLES + static_cast<int>(which);
   return reinterpret_cast<float*>(space + operands.channels) + table * COLUMNS;
 }
 // inverse_of() is the inverse of a power of two.

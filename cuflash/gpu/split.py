@@ -150,6 +150,7 @@ class OfWorkSpace(WithoutTiles):
         constants = gpu_portable.constants_of_sums(self.config) | {
             "columns": _columns(self.config),
             "threads": _THREADS,
+            "tables": _TABLES,
             "has_channels": self.has_channels,
             "is_backward": _is_backward(self.config),
         }
