@@ -17,12 +17,6 @@ DEVICE void ldmatrix_x2_trans(unsigned (&d)[2], unsigned address) {
                : "r"(address)
                : "memory");
 }
-// movmatrix_trans() is the transpose of one such matrix, in registers. sm_75.
-DEVICE unsigned movmatrix_trans(unsigned a) {
-  unsigned d;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(a));
-  return d;
-}
 
 }  // namespace ptx
 
