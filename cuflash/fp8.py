@@ -1,4 +1,4 @@
-"""What prepares arrays for attention in FP8: quantisation to e4m3 codes with scales, and the Hadamard transform.
+"""Arrays are prepared for attention in FP8 here: quantisation to e4m3 codes with scales, and the Hadamard transform.
 
 QuaRot (Ashkboos et al., 2024) and FlashAttention-3 (Shah et al., 2024), section 3.3, call a random orthogonal
 transform of queries and keys incoherent processing: it leaves their products alone and spreads outliers.

@@ -22,7 +22,7 @@ class Copy(NamedTuple):
 
 
 class Reserved(NamedTuple):
-    """What a step asks for: copies in the order in which they must be made, and the new numbers of pages that moved."""
+    """A step asks for copies, in the order in which they must be made; pages that moved have new numbers."""
 
     copies: list[Copy]
     renamed: _Ints | None  # the number of every page after the step; None where no page moved
@@ -150,7 +150,7 @@ class Pages:
         renamed = None
         if len(self._holders) > self.num_pages:
             copies, renamed = self._move(held, counts, wanted)
-        # What is still short lies on the host: the positions that are farthest from their sequence's end.
+        # The pages that are still short lie on the host: the positions that are farthest from their sequence's end.
         on_host = _coldest_of(held, shared, added, wanted - self.num_free)
         for own in shared:
             index = len(own.pages) - 1

@@ -28,7 +28,7 @@ Attend = Callable[..., Array]
 
 
 class Model(Protocol):
-    """What can be generated from."""
+    """A model is what can be generated from."""
 
     num_layers: int
     num_heads: int

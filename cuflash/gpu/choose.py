@@ -10,7 +10,7 @@ from cuflash.kept import Kept
 
 
 class Compiled(Protocol):
-    """What a kernel says of its registers once it is compiled."""
+    """A compiled kernel says how many bytes of registers it spills."""
 
     def spilled_bytes(self, device: Device) -> int:
         """Return the bytes of registers that it spills to local memory."""

@@ -162,7 +162,7 @@ _launches: Kept[Any, Launch] = Kept()
 
 
 class BlocksOfRule(Protocol):
-    """What a user's own mask_mod hides, as `gpu.rule_blocks` finds it."""
+    """The blocks that a user's own mask_mod hides, as `gpu.rule_blocks` finds them."""
 
     def arrays(self, work: Work, kernel: Kernel) -> Arrays:
         """Return the members of the parameter struct that a kernel reads of a block mask."""

@@ -29,7 +29,7 @@ _NUM_CAPTURED = 1 << 12
 
 
 class Box(NamedTuple):
-    """What one copy of an array's tensor map brings."""
+    """A box is what one copy of an array's tensor map brings."""
 
     name: str  # of the array
     rows: int

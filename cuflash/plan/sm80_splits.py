@@ -73,7 +73,7 @@ def _of_rows(problem: AttentionProblem, shape: tuple[int, ...] | None) -> tuple[
 
 
 def _num_splits(problem: AttentionProblem, config: Sm80QueryConfig, num_sms: int) -> int:
-    # With splits of one size keys stay whole, so that packed and padded calls give a row the same bits.
+    # Keys stay whole with splits of one size, so that packed and padded calls give a row the same bits.
     if problem.is_empty or problem.split_size is not None:
         return 1
     steps = math.ceil(problem.seqlen_k / config.block_n)

@@ -53,7 +53,7 @@ class Place(NamedTuple):
 
     @property
     def numbers(self) -> dict[str, int]:
-        """What kernels are told of it, by name."""
+        """The numbers that kernels are told of it, by name."""
         return {name: value for name, value in self._asdict().items() if name != "is_part"}
 
 

@@ -1,4 +1,4 @@
-"""What cuflash wants to reach on an H200, and whether recorded results do."""
+"""Bars are what cuflash wants to reach on an H200; recorded results are held against them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from recorded import (
 Figure = TypeVar("Figure")
 
 NOT_MEASURED = ("not measured", "-", "-")
-# What every cell of the dense suite is to reach of the fastest peer, and their geometric mean.
+# Every cell of the dense suite is to reach the first of the fastest peer, and their geometric mean the second.
 DENSE_BAR, DENSE_MEAN = 0.98, 1.03
 DTYPES = (("bfloat16", "bf16"), ("float16", "fp16"))
 # So far above its bar a ratio of errors may lie by chance.
@@ -42,7 +42,7 @@ def _is(result: Result, suite: str, direction: str) -> bool:
 
 
 def gathered(figures_of: Callable[[Recorded], list[Figure]], recorded: Sequence[Recorded]) -> tuple[list[Figure], str]:
-    """What all records say, and the commits of those that say something."""
+    """Gather what all records say, and the commits of those that say something."""
     found = [(record.commit, figures_of(record)) for record in recorded]
     commits = dict.fromkeys(commit for commit, figures in found if figures)
     return [figure for _, figures in found for figure in figures], ", ".join(commits)
@@ -66,7 +66,7 @@ class Bar:
     digits: int = 2
 
     def figures(self, record: Recorded) -> list[float]:
-        """What a record says of it."""
+        """Return what a record says of it."""
         if record.is_mma != self.is_mma:
             return []
         figures = [
@@ -133,7 +133,7 @@ class ErrorBar:
         return ratio - STANDARD_ERRORS * se <= self.limit
 
     def row(self, recorded: Sequence[Recorded]) -> list[str]:
-        """As `Bar.row`."""
+        """Do as `Bar.row`."""
         error = "mean error" if self.kind == "mean" else "max error of a head"
         what = f"{self.direction}: {error}, as a multiple of FlashAttention-3's, n 512 and 1k, within three standard "
         what += "errors of all heads"
@@ -170,7 +170,7 @@ class LineBar:
         ]
 
     def row(self, recorded: Sequence[Recorded]) -> list[str]:
-        """As `Bar.row`; of several records the worst."""
+        """Do as `Bar.row`; of several records the worst counts."""
         family = " by mma.sync" if self.is_mma else ""
         what = f"{self.direction}{family}: random blocks: distance from a straight line in visible blocks"
         rows = []

@@ -70,7 +70,7 @@ def best_and_worst(part: str, folder: Path) -> list[Call]:
 
 
 def make_calls(calls: Sequence[Call]) -> None:
-    """What ncu watches: each call once, compiled before."""
+    """Make the calls that ncu watches: each once, compiled before."""
     import cupy
 
     from cuflash.tools.bench.cells import Cell

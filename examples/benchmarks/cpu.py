@@ -73,7 +73,7 @@ def interleaved(works: dict[str, Work], rounds: int) -> dict[str, dict[str, floa
 
 
 def peak_bytes(work: Work) -> int:
-    """What NumPy and Python allocate at most at a time during `work`."""
+    """Return what NumPy and Python allocate at most at a time during `work`."""
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]

@@ -48,7 +48,7 @@ class Cell(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As tables have it."""
+        """The name that tables have."""
         return f"h{self.heads}/{self.heads_kv} d{self.head_dim} b{self.batch} sq{self.queries} n{self.keys}"
 
     @property
@@ -172,7 +172,7 @@ class Arrays:
 
 
 def calls_of(arrays: Arrays) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """What is timed, by name, contiguous keys first."""
+    """Yield what is timed, by name, contiguous keys first."""
     q, k, v = arrays.q, arrays.k, arrays.v
     yield "contiguous", partial(cuflash.attention, q, k, v, causal=True)
     yield "tree mask", partial(cuflash.attention, q, k, v, mask=arrays.tree_mask())

@@ -28,7 +28,7 @@ class Problem(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As failures have it."""
+        """The name that failures have."""
         shapes = " ".join("x".join(map(str, x.shape)) for x in self.arrays[:3])
         return f"{self.arrays[0].dtype} q, k, v {shapes} {'packed ' if self.packed else ''}{sorted(self.options)}"
 
@@ -114,7 +114,7 @@ def _widened(x: Any) -> Any:
 
 
 def wrong(seed: int, xp: Any) -> str:
-    """What is wrong with the results of a drawn problem; empty if nothing is."""
+    """Say what is wrong with the results of a drawn problem; empty if nothing is."""
     problem = drawn(seed)
     with np.errstate(invalid="ignore"):
         expected, expected_lse = _computed(problem, _widened, np.asarray)

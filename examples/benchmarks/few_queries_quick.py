@@ -155,7 +155,7 @@ def fa3_paged_call(arrays: Arrays, paged: dict[str, Any]) -> Callable[[], Any] |
 
 
 def rows_of(cell: Cell, xp: Any) -> Iterator[tuple[str, float, float | None, float | None]]:
-    """What is timed of a cell, by name: microseconds, those of FA3, and those of heads apart."""
+    """Yield what is timed of a cell, by name: microseconds, those of FA3, and those of heads apart."""
     arrays = Arrays(cell, xp, 0, Repeated)
     ours = partial(cuflash.attention, arrays.q, causal=True)
     for size in (None, *PAGE_SIZES):

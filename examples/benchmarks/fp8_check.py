@@ -41,7 +41,7 @@ def numbers_of(codes: Array, scale: Array | float = 1.0) -> Array:
 
 
 class Exact(NamedTuple):
-    """What `reference` computes on q, k and |v| too, and how far rounding of weights may move the result."""
+    """The results of `reference`, on q, k and |v| too, and how far rounding of weights may move the result."""
 
     out: Array
     lse: Array

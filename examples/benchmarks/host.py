@@ -1,4 +1,4 @@
-"""What a repeated small call costs the host, in all and before the first kernel is launched.
+"""A repeated small call costs the host so much, in all and before the first kernel is launched.
 
     python examples/benchmarks/host.py [--commit COMMIT] [--json FILE]
 
@@ -113,7 +113,7 @@ class _NoKernel:
 
 
 class _HostDevice:
-    """What the GPU path asks of a device, with arrays in NumPy."""
+    """A device as the GPU path asks it, with arrays in NumPy."""
 
     namespace = np
     name = "NVIDIA A100"

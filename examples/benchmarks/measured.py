@@ -1,4 +1,4 @@
-"""What docs/measured.md says of training and of bytes moved, from the records in docs/lab/results.
+"""Sections of docs/measured.md on training and on bytes moved, from the records in docs/lab/results.
 
 `tables.py` writes it. The files are those of ``train_gpt2 --compare --json``, ``mytorch_client.py --json`` and
 ``paper.py --io``.
@@ -45,7 +45,7 @@ def gpt2_records(folder: Path) -> list[Record]:
 
 
 def _products(run: Figures) -> str:
-    """What the products with weights are of."""
+    """Say what the products with weights are of."""
     return EIGHT_BITS if run.get("fp8") else BFLOAT16
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-# What lies between such marks in a page is written by tables.py.
+# The text between such marks in a page is written by tables.py.
 BEGIN, END = "<!-- begin: {} by tables.py -->", "<!-- end: {} by tables.py -->"
 LIBRARIES = (("torch", "torch"), ("nvidia-cudnn-cu13", "cuDNN"), ("flash-attn-3", "FlashAttention-3"))
 
@@ -17,7 +17,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def short_commit(facts: dict[str, Any]) -> str:
-    """As people write it."""
+    """Return it as people write it."""
     commit, _, dirty = (facts["commit"] or "unknown").partition("-")
     return f"{commit[:7]} with changes" if dirty else str(commit[:7])
 

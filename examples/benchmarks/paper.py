@@ -46,7 +46,7 @@ DIRECTIONS = ("forward", "backward", "both")
 
 
 class Calls(NamedTuple):
-    """What is timed."""
+    """The calls that are timed."""
 
     forward: Callable[[], Any]
     backward: Callable[[], Any]

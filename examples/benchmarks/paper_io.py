@@ -22,7 +22,7 @@ HEADS, HEAD_DIM, ELEMENT_BYTES = 8, 64, 2
 SEQLENS = (1024, 2048, 4096, 8192)
 METHODS = ("cuflash", "naive")
 DIRECTIONS = ("forward", "backward")
-# What the multiprocessors read and write through the crossbar behind which L2 lies, their copy engines too; and DRAM.
+# The bytes that multiprocessors read and write through the crossbar to L2, by copy engines too; and those of DRAM.
 METRICS = {
     "l1tex__m_xbar2l1tex_read_bytes.sum": "l2_bytes",
     "l1tex__m_l1tex2xbar_write_bytes.sum": "l2_bytes",
@@ -36,7 +36,7 @@ NCU += ["--csv", "--print-units", "base"]
 
 
 def calls_under_ncu(method: str) -> None:
-    """What ncu watches: one call of each length and direction, whose kernels are compiled."""
+    """Make the calls that ncu watches: one of each length and direction, whose kernels are compiled."""
     import cupy
 
     problem = importlib.import_module("paper").Problem  # beside this file, which is no package

@@ -31,12 +31,12 @@ class Recorded:
 
     @property
     def results(self) -> list[Result]:
-        """What `python -m cuflash bench` measured."""
+        """The results that `python -m cuflash bench` measured."""
         return self.cells.get("bench", [])
 
     @property
     def commit(self) -> str:
-        """As people write it."""
+        """The commit as people write it."""
         return pages.short_commit(self.facts)
 
     @property

@@ -66,7 +66,7 @@ By ncu, of the cell with the best and the worst ratio to its fastest peer; of a 
 stall is how many warps wait for that reason whenever an instruction is issued; the three largest are shown.
 """
 BOTH = ("forward", "backward")
-# What `bench --json`, `host.py`, `errors.py` and `counters.py` call themselves.
+# The names by which `bench --json`, `host.py`, `errors.py` and `counters.py` call themselves.
 COMMANDS = ("bench", "host", "errors", "counters")
 
 
@@ -153,7 +153,7 @@ def errors(results: Iterable[Result]) -> str:
 
 
 def errors_of_all_heads(cells: Iterable[dict[str, Any]]) -> str:
-    """What `errors.py` found: ratios to FlashAttention-3's errors, with their standard errors."""
+    """Tell what `errors.py` found: ratios to FlashAttention-3's errors, with their standard errors."""
     columns = [(name, kind) for name in ("out", "dq", "dk", "dv") for kind in ("mean", "max")]
     rows = [["cell", "heads", *(f"{name}, {kind}" for name, kind in columns)]]
     for measured_cell in cells:
@@ -235,7 +235,7 @@ def bars_table(rows: Sequence[list[str]]) -> str:
 
 
 def kernels_section(recorded: Sequence[Recorded]) -> str:
-    """What docs/measured.md shows of kernels: the dense tables in bfloat16, and float32."""
+    """Return what docs/measured.md shows of kernels: the dense tables in bfloat16, and float32."""
     parts = []
     for direction in ("forward", "backward"):
         for record in recorded:

@@ -101,7 +101,7 @@ def measure(cell: Cell, kind: str, xp: Any, first_seed: int = 0) -> dict[str, An
 
 
 def missed(measured: dict[str, Any]) -> list[str]:
-    """What is beyond its bar."""
+    """Return what is beyond its bar."""
     return [
         f"{name} {statistic} {ratio:.3f}"
         for name, figures in measured["results"].items()

@@ -1,4 +1,4 @@
-// What the products in 8 bits need beside what other kernels write for them.
+// These kernels prepare the products in 8 bits, beside what other kernels write for them.
 
 // Numbers as they are in 8 bits; one vector a thread.
 extern "C" __global__ void to_eight(Eight* eight, float scale, const Element* x, Index vectors) {

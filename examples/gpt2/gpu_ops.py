@@ -45,8 +45,8 @@ CONSTANTS = {
     "SCORE_VECTORS": SCORE_VECTORS,
     "TILE": TILE,
 }
-# What numbers in 8 bits are multiplied by: E4M3 has 2^-6 to 448, E5M2 2^-14 to 57344. A gradient is that of a mean over
-# tokens, so that it is multiplied by their number, too.
+# Numbers in 8 bits are multiplied by these: E4M3 has 2^-6 to 448, E5M2 2^-14 to 57344. A gradient is that of a mean
+# over tokens, so that it is multiplied by their number, too.
 ACTIVATION_SCALE, WEIGHT_SCALE, GRADIENT_SCALE = 8.0, 64.0, 32.0
 
 

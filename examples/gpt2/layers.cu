@@ -13,7 +13,7 @@ extern "C" __global__ void embed(Element* x, const int* tokens, const Element* o
   }
 }
 
-// What the threads of a column have, in one order: it becomes the row, or is added to it.
+// sum_columns() sums what the threads of a column have, in one order: it becomes the row, or is added to it.
 __device__ void sum_columns(float* row, bool is_added, const Vector& sum) {
   __shared__ float of_thread[ROWS_AT_ONCE][WIDTH];
 #pragma unroll
@@ -102,7 +102,7 @@ extern "C" __global__ void layer_norm(Element* y, Eight* eight, float scale, flo
   }
 }
 
-// What a thread of layer_norm_backward reads of a row, as it comes: nothing of rows that are none.
+// Piece is what a thread of layer_norm_backward reads of a row, as it comes: nothing of rows that are none.
 struct Piece {
   uint4 x, dy, dsum;
   float2 mean_inverse;

@@ -65,8 +65,8 @@ extern "C" __global__ void cross_entropy(float* loss, Element* logits, Eight* ei
 
 #if __CUDA_ARCH__ >= 900 || defined(CUFLASH_CPU_DEVICE)
 
-// As over_row, for the first threads of a block. Each operation has a table of its own and they come by turns: between
-// two that use a table lies the barrier of another.
+// over_workers() is over_row() for the first threads of a block. Each operation has a table of its own and they come by
+// turns: between two that use a table lies the barrier of another.
 template <class Operation>
 __device__ float over_workers(float x, int workers) {
   __shared__ float of_warps[WARP];

@@ -1,4 +1,4 @@
-"""What a GPT-2 training step does beside attention: what each operation means, in float32 on NumPy arrays.
+"""A GPT-2 training step does this beside attention: what each operation means, in float32 on NumPy arrays.
 
 Matrices are (rows, columns), row-major.
 """

@@ -112,7 +112,7 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class Run:
-    """What determines a training run, and so must be the same when it goes on."""
+    """A run is what determines training, and so must be the same when it goes on."""
 
     size: str
     context: int

@@ -1,4 +1,4 @@
-// What the kernels of a GPT-2 training step share: bfloat16 in memory, float32 in registers, 16 bytes at a time. The
+// The kernels of a GPT-2 training step share this: bfloat16 in memory, float32 in registers, 16 bytes at a time. The
 // host compiles cuflash's instructions (ptx), this file and those of the kernels as one text, behind the numbers that
 // launches need, too (gpu_ops.py), and with WIDTH, the model's width: a multiple of 256, and EPSILON, of the layer
 // norm.
@@ -45,7 +45,7 @@ __device__ void store(Element* to, const Vector& v) {
 }
 
 // Numbers of 8 bits: activations and weights in E4M3, gradients in E5M2, each times a power of two that the host knows.
-// What is too large becomes the largest number. Nothing is written through a null pointer.
+// A number that is too large becomes the largest. Nothing is written through a null pointer.
 template <__nv_fp8_interpretation_t KIND>
 __device__ void store_eight(Eight* to, Index at, const Vector& v, float scale) {
   if (to == nullptr) return;

@@ -16,7 +16,7 @@ import numpy as np
 Array = Any
 FOLDER = Path(__file__).parent
 ELEMENTS = {"float32": "float", "float16": "__half"}
-# As in the sources.
+# The sources have these numbers, too.
 MAX_HEAD_DIM, LANES, FORWARD_BLOCK, BACKWARD_BLOCK = 128, 4, 32, 16
 
 

@@ -156,7 +156,7 @@ def test_masks_of_flex_attention_and_masks_in_a_wrong_place() -> None:
 
 
 def test_hints_name_arguments_that_exist() -> None:
-    """What stands before a "=" in a hint is an argument, and no hint shadows one."""
+    """A name before a "=" in a hint is an argument, and no hint shadows one."""
     of_attention = {*OPTION_NAMES, "return_lse", "out"}
     assert not of_attention & hints.OPTIONS.keys()
     for table, function in ((hints.APPEND, cuflash.append_kv), (hints.CACHE, cuflash.PagedCache)):

@@ -32,7 +32,7 @@ Array = NDArray[Any]
 
 needs_compiler = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
 RNG = np.random.default_rng(0)
-# What a cache holds, and the dtype of the queries over it.
+# A kind is what a cache holds, and the dtype of the queries over it.
 KINDS = (("codes", "float16"), ("codes", "bfloat16"), ("codes", CODES), ("numbers", "float16"), ("numbers", "bfloat16"))
 ENTRIES = {decode.ENTRY, "merge_splits", "merge_rows"}
 NUM_SMS = 3

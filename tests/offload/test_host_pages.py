@@ -73,7 +73,7 @@ class LazyMover(Mover):
 
 
 class Run:
-    """What lazy devices and movers a test has made."""
+    """A run holds the lazy devices and movers that a test has made."""
 
     def __init__(self) -> None:
         self.devices: list[LazyDevice] = []

@@ -125,7 +125,7 @@ def test_a_call_waits_for_what_is_being_compiled_and_compiles_nothing_twice() ->
         q, k, v = arrays()
         cuflash.attention_backward(out, q, k, v, out, lse)
         ahead.wait()
-        # Of the three kernels of a backward pass the call compiles one or two, beside the other threads.
+        # The call compiles one or two of the three kernels of a backward pass, beside the other threads.
         assert set(device.loaded.values()) == {1}
         assert len(device.by_calls) < 3 and device.most_at_once > 1
 
@@ -158,7 +158,7 @@ def test_nothing_is_compiled_ahead(reason: str, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("name", ["bias", "mask", "packed", "rules", "hidden", "float64", "float32", "wide"])
 def test_every_kind_of_call_is_rehearsed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is compiled ahead of a backward pass is all that it needs."""
+    """A backward pass needs no more than was compiled ahead of it."""
     monkeypatch.setattr(rule_blocks, "LEAST_ROWS", 64)
     q, k, v = arrays(
         96, {"float64": "float64", "float32": "float32"}.get(name, "float16"), 300 if name == "wide" else 64

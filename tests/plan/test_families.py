@@ -29,7 +29,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "deterministic": ({"deterministic": True}, {"deterministic": True}),
     "tf32": ({"precision": "tf32"}, {"precision": "tf32"}),
 }
-# What the words begin with, and the beginnings of the kernels' names.
+# The words begin with the first, and the kernels' names with the others.
 FAMILIES = {
     "wgmma": ("forward_sm90", "backward_sm90", "wide_backward_sm90", "split_forward", "split_dq"),
     "mma.sync": ("forward_sm80", "backward_sm80", "parts_forward", "parts_dq", "wide_forward", "wide_dq"),

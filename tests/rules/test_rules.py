@@ -198,7 +198,7 @@ def test_integers_round_down_and_wrap() -> None:
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "uint64", "int64"])
 @pytest.mark.parametrize("bounds", [(-3, 5), (3, 2**70), (-(2**70), 300), (None, 2**64 - 1), (-(2**63), None)])
 def test_clip_leaves_out_a_bound_beyond_the_dtype(dtype: str, bounds: tuple[int | None, int | None]) -> None:
-    """As NumPy does: clip(x, -3, 5) of an unsigned x is minimum(x, 5)."""
+    """NumPy does so, too: clip(x, -3, 5) of an unsigned x is minimum(x, 5)."""
     for number in (0, 4, np.iinfo(dtype).max, np.iinfo(dtype).min):
         operand = np.array(number, dtype)
         root = score(lambda s, b, h, i, j, x: s * 0 + np.clip(x, *bounds), OperandType((), dtype))

@@ -25,7 +25,7 @@ Call = Callable[[], Any]
 
 
 class Timed:
-    """What is timed: a call, or the replay of a graph of several, with the arrays that these read and returned."""
+    """A call is timed, or the replay of a graph of several, with the arrays that these read and returned."""
 
     def __init__(self, call: Call, count: int = 1, kept: Any = None) -> None:
         self.call = call

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 
 class Record(NamedTuple):
-    """What one file holds."""
+    """A record is what one file holds."""
 
     facts: dict[str, Any]
     cells: list[dict[str, Any]]

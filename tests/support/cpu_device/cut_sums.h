@@ -1,4 +1,4 @@
-// What tensor cores make of products of 16-bit elements and a float32 sum: the terms lose what lies below `bits` bits
+// Tensor cores cut products of 16-bit elements and a float32 sum: the terms lose what lies below `bits` bits
 // under the largest one's exponent, the sum what float32 does not hold. All is cut off, not rounded.
 #pragma once
 #include <algorithm>

@@ -129,7 +129,7 @@ void free_stack(char* stack) {
 
 void prepare_stack(Thread& thread) {
   ASAN_FORGET(thread.stack, kStackBytes);  // the frames of the fiber before were never left
-  // As cpu_device_switch leaves it: the saved registers, then the return address; aligned as after a call.
+  // The stack is as cpu_device_switch leaves it: the saved registers, then the return address; aligned as after a call.
   void** top = reinterpret_cast<void**>(thread.stack + kStackBytes);
   *--top = nullptr;
   *--top = reinterpret_cast<void*>(&fiber_main);

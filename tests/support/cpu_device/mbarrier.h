@@ -1,4 +1,4 @@
-// What asynchronous copies ask of mbarriers.
+// Asynchronous copies ask this of mbarriers.
 #pragma once
 #include "worker.h"
 

@@ -16,7 +16,7 @@ struct Where {
   Where(const char* file = __builtin_FILE(), int line = __builtin_LINE()) : file(file), line(line) {}
 };
 
-// What a thread's text may read of itself. The runtime's Thread (worker.h) derives from it.
+// ThreadView is what a thread's text may read of itself. The runtime's Thread (worker.h) derives from it.
 struct ThreadView {
   uint3 thread_index, block_index;
   unsigned rank;  // linear index inside its block

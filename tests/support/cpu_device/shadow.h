@@ -1,4 +1,4 @@
-// What the checked mode knows of each byte of shared memory: whether it holds a value, and who touched it last.
+// The checked mode knows this of each byte of shared memory: whether it holds a value, and who touched it last.
 //
 // Order among threads is kept in vector clocks (FastTrack, Flanagan and Freund 2009, with one reader remembered a
 // cell). Asynchronous operations have clocks of their own, so that a program is wrong until it has waited for them.
@@ -23,7 +23,7 @@ enum State : uint8_t { kUnwritten, kValid, kInFlight, kRedZone };
 // Which bytes of an access must hold a value.
 enum class Written { kAll, kSome, kNone };
 
-// What a thread or an asynchronous operation did, and when.
+// Stamp is what a thread or an asynchronous operation did, and when.
 struct Stamp {
   uint32_t clock = 0;
   uint16_t id = 0;

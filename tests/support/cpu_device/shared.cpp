@@ -108,7 +108,7 @@ void on_atomic(const void* pointer, size_t bytes, Where where) {
 
 }  // namespace cpu_device
 
-// What code compiled with -fsanitize=thread calls. Only shared memory is watched.
+// Code compiled with -fsanitize=thread calls these functions. Only shared memory is watched.
 #define CPU_DEVICE_ACCESS(name, size, write)                                       \
   extern "C" void __tsan_##name(void* pointer) {                                   \
     using namespace cpu_device;                                                    \

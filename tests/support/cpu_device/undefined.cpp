@@ -1,4 +1,4 @@
-// What code compiled with -fsanitize=undefined calls: each defect ends the launch with its place. (The compiler's own
+// Code compiled with -fsanitize=undefined calls these: each defect ends the launch with its place. (The compiler's own
 // runtime would print and go on, or end the process.)
 #include <cstdint>
 

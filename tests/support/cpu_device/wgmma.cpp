@@ -32,7 +32,7 @@ float element(const uint8_t* bytes, Format format) {
   return to_float(bits, format);
 }
 
-// What a descriptor says: where the rows (M or N) and the depth (K) of an operand lie.
+// Operand is what a descriptor says: where the rows (M or N) and the depth (K) of an operand lie.
 struct Operand {
   uint32_t start, leading, stride;
   Swizzle swizzle;
@@ -206,7 +206,7 @@ void complete_oldest(Products& mine) {
   mine.groups.erase(mine.groups.begin());
 }
 
-// What of a product is the same in all warps of the warpgroup.
+// common() gives what all warps of a warpgroup have alike of a product.
 std::array<uint64_t, 3> common(const Wgmma& p) {
   const uint64_t flags = (p.accumulate ? 1 : 0) | (p.transposed_a ? 2 : 0) | (p.transposed_b ? 4 : 0) |
                          (p.a_registers ? 8 : 0) | uint64_t(p.format) << 4 | uint64_t(p.columns) << 8;

@@ -185,7 +185,7 @@ void check_products();
 void check_warpgroups(const Block& block);  // after its end
 void release_products(Warp& warp);
 
-// What an address of the cluster means: the block, and the address there.
+// An address of the cluster means a block, and an address there.
 Block& block_of_address(uint32_t address, Where where);
 uint32_t local_address(uint32_t address);
 
