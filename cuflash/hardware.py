@@ -5,7 +5,7 @@ WARP = 32  # threads that execute together
 WARPGROUP = 4 * WARP  # threads that issue one wgmma
 ROWS_OF_WARPGROUP = 64  # the M of a wgmma
 ROWS_OF_WARP = ROWS_OF_WARPGROUP * WARP // WARPGROUP  # rows of a wgmma that one warp has, and the M of an mma.sync
-HALF_BYTES, FLOAT_BYTES = 2, 4  # bytes of an element of 16 bits, and of a float32
+CODE_BYTES, HALF_BYTES, FLOAT_BYTES = 1, 2, 4  # bytes of an e4m3 code, of an element of 16 bits, and of a float32
 # The widest access of one thread, in bytes; TMA wants addresses and strides to be multiples of it.
 ALIGNMENT = 16
 # TMA and wgmma see a tile as panels: rows of this many bytes, swizzled in atoms of eight rows.

@@ -8,16 +8,9 @@
 // and 2 r + 1 of the product's eight (and eight further ones) are columns of even and of odd number.
 #include "cache.cuh"
 
-// Weighted is the type of weights and values as factors. Queries and keys are `Element`, into which codes fit as well.
-template <bool OF_CODES, class T>
-struct Weighing {
-  using Type = T;
-};
-template <class T>
-struct Weighing<true, T> {
-  using Type = __half;  // more bits of a weight, and a conversion less for each code
-};
-using Weighted = Weighing<HAS_FP8, Element>::Type;
+// Weighted is the type of weights and values as factors: over codes float16, which has more bits of a weight and takes
+// a conversion less for each code. Queries and keys are `Element`, into which codes fit as well.
+using Weighted = Either<HAS_FP8, __half, Element>::Type;
 template <class T>
 constexpr bool is_half = false;
 template <>

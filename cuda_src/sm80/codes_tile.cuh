@@ -139,14 +139,6 @@ struct CodeTile : SharedTile<ROWS, COLUMNS / 2, true> {
   }
 };
 
-template <bool FIRST, class A, class B>
-struct Either {
-  using Type = A;
-};
-template <class A, class B>
-struct Either<false, A, B> {
-  using Type = B;
-};
 template <int ROWS, int COLUMNS, bool = true>
 using KeyedTile = typename Either<MULTIPLIES_CODES, CodeTile<ROWS, COLUMNS>, DecodedKeys<ROWS, COLUMNS>>::Type;
 template <int ROWS, int COLUMNS, bool = true>

@@ -11,9 +11,8 @@
 constexpr int MOST_ROWS = 1024;  // rows that are looked at, evenly spaced
 constexpr int FEWEST_ROWS = 16;  // fewer say little of a channel
 constexpr int SPREAD = 8, MOST_SHIFT = 40;
-constexpr int LARGEST_EXPONENT =
-    127 + 60;  // of an element over its factor, as a field of float32: sums do not overflow
-constexpr int EXPONENT_SHIFT = 23, EXPONENT_OF_ONE = 127;
+// LARGEST_EXPONENT is the exponent field of the largest element over its factor: sums of such do not overflow.
+constexpr int LARGEST_EXPONENT = static_cast<int>(EXPONENT_OF_1) + 60;
 
 struct SharedChannels {
   int sums[THREADS], counts[THREADS], tops[THREADS];
@@ -40,8 +39,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int source = of_keys ? source_row<false>(p, batch, row) : source_row<true>(p, batch, row);
     if (source < 0 || column >= columns) continue;
     const float x = from.at(batch, source, head)[column];
-    const int exponent = __float_as_uint(x) << 1 >> (EXPONENT_SHIFT + 1);
-    if (exponent == 0 || exponent == 255) continue;  // 0, a subnormal, an infinity or NaN
+    const int exponent = __float_as_uint(x) << 1 >> (MANTISSA_BITS + 1);
+    if (exponent == 0 || exponent == static_cast<int>(FINITE_EXPONENTS))
+      continue;  // 0, a subnormal, an infinity or NaN
     sum += exponent;
     count++;
     top = larger(top, exponent);
@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
   const Channels which = of_keys ? Channels::OF_KEYS : Channels::OF_VALUES;
   channel_factors(operands, space, blockIdx.x, which)[threadIdx.x] =
-      __uint_as_float((EXPONENT_OF_ONE + smaller(shift, 0)) << EXPONENT_SHIFT);
+      __uint_as_float((EXPONENT_OF_1 + smaller(shift, 0)) << MANTISSA_BITS);
 }
 
 // scale_rows() multiplies the rows of a result in place; INVERSE: by the inverses of the factors.

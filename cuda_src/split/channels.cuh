@@ -4,6 +4,10 @@
 // products of rows stay what they are, exactly. Gradients come out in those units, and are multiplied back.
 #include "layout.cuh"
 
+// These are exponent fields of float32: that of 1, and the number of those of finite numbers.
+constexpr u32 EXPONENT_OF_1 = 127, FINITE_EXPONENTS = 255;
+constexpr int MANTISSA_BITS = 23;
+
 // Channels names a table of factors: of the channels of q and k, or of those of v and dout. Each (batch, KV head) has
 // TABLES, which are both.
 enum class Channels { OF_KEYS, OF_VALUES };

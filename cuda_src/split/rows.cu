@@ -12,9 +12,8 @@ constexpr int ROWS_OF_BLOCK = THREADS / LANES;
 
 // These are exponent fields of float32. Rows below 2^-112 take the factor of 2^-112, so that factors and their inverses
 // are normal.
-constexpr u32 EXPONENT_OF_1 = 127, SMALLEST_EXPONENT = EXPONENT_OF_1 - 112, FINITE_EXPONENTS = 255;
+constexpr u32 SMALLEST_EXPONENT = EXPONENT_OF_1 - 112;
 constexpr u32 TOP_EXPONENT = 14;  // the exponent that the largest element of a row of halves gets
-constexpr int MANTISSA_BITS = 23;
 // CUT_OFF is about what the tensor cores cut off a score's sums on average; the third part of a key puts it back. Times
 // a query's first part, which may be rounded up, it is less than half of a unit in the last place.
 constexpr float CUT_OFF = 0x1.ffcp-26f;

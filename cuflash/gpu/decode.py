@@ -37,10 +37,7 @@ def forward(work: Work) -> bool:
         splits[replace(config, splits_keys=num_splits > 1)] = num_splits
     kernel = work.chosen([Forward(config.entry, config) for config in splits])
     num_splits = splits[kernel.config]
-    partials = key_splits.partial_results(work, num_splits)
-    work.run(kernel, work.arrays | partials)
-    if partials:
-        key_splits.merge(work, partials, merges_by_rows(problem, num_splits))
+    key_splits.run(work, kernel, num_splits, merges_by_rows(problem, num_splits))
     return True
 
 

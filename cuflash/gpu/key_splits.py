@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from cuflash.gpu.launch import Work, batch_heads
+from cuflash.gpu.launch import Kernel, Work, batch_heads
 from cuflash.gpu.params import Arrays
 from cuflash.gpu.portable import SUM_ROWS, Sum
 from cuflash.plan.portable import types_of
@@ -46,3 +46,11 @@ def merge(work: Work, partials: Arrays, by_rows: bool) -> None:
     """Write out and lse from the partial results; a warp merges a row, or a thread block, which reads many at once."""
     results = {name: work.arrays[name] for name in ("out", "lse")}
     work.run(Merge("merge_rows" if by_rows else "merge_splits", types_of(work.problem)), results | partials)
+
+
+def run(work: Work, kernel: Kernel, num_splits: int, by_rows: bool) -> None:
+    """Run a kernel whose thread blocks have so many splits of the keys, and merge their results."""
+    partials = partial_results(work, num_splits)
+    work.run(kernel, work.arrays | partials)
+    if partials:
+        merge(work, partials, by_rows)

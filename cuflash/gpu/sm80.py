@@ -98,12 +98,9 @@ def _run_forward(work: Work, *plans: Plan, is_alike: bool = False, entry: str = 
     kernel = work.chosen_or_none(candidates) if plan is sm80_wide.forward else work.chosen(candidates)
     if kernel is None:
         return False
-    arrays = gpu_split.split(work, kernel.config)
+    gpu_split.split(work, kernel.config)
     num_splits = splits[kernel.config]
-    partials = key_splits.partial_results(work, num_splits)
-    work.run(kernel, arrays | partials)
-    if partials:
-        key_splits.merge(work, partials, merges_by_rows(problem, num_splits))
+    key_splits.run(work, kernel, num_splits, merges_by_rows(problem, num_splits))
     gpu_split.scale(work, kernel.config, {"out": work.arrays["out"]})
     return True
 

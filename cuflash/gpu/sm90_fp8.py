@@ -56,8 +56,5 @@ def forward(work: Work) -> bool:
     if kernel is None:
         return False
     num_splits = splits[kernel.config]
-    partials = key_splits.partial_results(work, num_splits)
-    work.run(kernel, work.arrays | partials)
-    if partials:
-        key_splits.merge(work, partials, merges_by_rows(problem, num_splits, has_few_queries(problem)))
+    key_splits.run(work, kernel, num_splits, merges_by_rows(problem, num_splits, has_few_queries(problem)))
     return True

@@ -131,7 +131,7 @@ class OfWorkSpace(WithoutTiles):
     """A kernel that fills the work space, or that reads factors there."""
 
     config: PartsConfig
-    has_channels: bool  # channels have factors
+    has_channels: bool = True  # channels have factors
     threads = _THREADS
 
     def grid_of(self, problem: AttentionProblem, space: WorkSpace) -> tuple[int, ...]:
@@ -277,7 +277,7 @@ def split(work: Work, config: Any) -> Arrays:
         work.arrays["work_space"] = work.empty((size,), np.uint8)
         has_channels = _has_channels(work.problem)
         if has_channels:
-            work.run(FindChannels(CHANNELS, config, has_channels), work.arrays)
+            work.run(FindChannels(CHANNELS, config), work.arrays)
         work.run(Split(ROWS, config, has_channels), work.arrays)
     return work.arrays
 
@@ -286,7 +286,7 @@ def scale(work: Work, config: Any, results: Arrays) -> None:
     """Multiply the channels of results by their factors, where a kernel has computed these of operands in parts."""
     if getattr(config, "parts", 0) and _has_channels(work.problem):
         others = {name: x for name, x in work.arrays.items() if name in ("work_space", "cu_seqlens_q", "cu_seqlens_k")}
-        work.run(ScaleResults(SCALES, config, True), others | results)
+        work.run(ScaleResults(SCALES, config), others | results)
 
 
 def _has_channels(problem: AttentionProblem) -> bool:

@@ -10,13 +10,14 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from cuflash.hardware import FLOAT_BYTES, HALF_BYTES
+from cuflash.hardware import CODE_BYTES, FLOAT_BYTES, HALF_BYTES
 from cuflash.kept import kept
 from cuflash.plan.config import CPP_TYPES, common, flags_of, has_plain_scale, has_plain_scores, not_taken
 from cuflash.plan.decode_tiles import CODES, ENTRY, HALF, RECORDS, DecodeTile
-from cuflash.plan.key_splits import NUMBERS, keys_seen, merging_us, rows_of
+from cuflash.plan.key_splits import NUMBERS, fewest, keys_seen, merging_us, rows_of
 from cuflash.plan.record import AMPERE, Place, Record, asked_of, candidates, narrowest
 from cuflash.plan.sm80_forward import Sm80Config, fits
+from cuflash.plan.sm80_fp8 import COMPUTED
 from cuflash.problem.attention_problem import HALF_DTYPES, AttentionProblem
 from cuflash.problem.fp8 import FP8
 
@@ -24,17 +25,13 @@ __all__ = ["ENTRY"]
 HANDLES = ("has_window", "has_softcap", "has_alibi", "has_fp8")  # the flags that the kernel knows
 # Hopper's own kernel copies boxes of TMA from pages: with smaller ones than this it waits for the copies' number.
 SMALL_PAGES = 64
-_MOST_TILES = 4  # of query heads that share a KV head
-_CODE_BYTES = 1
+_MOST_TILES = 4  # of query heads that share a KV head, each of which reads its keys
 _STAGE_ALIGNMENT = 128  # bytes
-_COMPUTED = "float16"  # what codes of queries become
 
 # These are times in microseconds, of an H200.
 _ANSWER = 1.0  # from asking memory for a stage to having it
 _READ = 36e3  # bytes that a multiprocessor reads in a microsecond where all do
 _START = 3.0  # a thread block, besides its steps
-# Predictions that differ by less are the same; then fewer splits win, as their partial results take less memory.
-_EQUAL = 0.05
 _FEWEST_STEPS = 2  # steps of a split: fewer take no shorter than a launch does
 
 
@@ -50,7 +47,7 @@ class DecodeConfig(Sm80Config):
 
 
 def _stage_bytes(tile: DecodeTile, record: Record[DecodeTile]) -> int:
-    number = _CODE_BYTES if record.kind == CODES else HALF_BYTES
+    number = CODE_BYTES if record.kind == CODES else HALF_BYTES
     scales = 2 * FLOAT_BYTES * (tile.warp_keys if record.kind == CODES else 1)
     of_keys = tile.warp_keys * (record.head_dim + record.head_dim_v) * number
     return math.ceil((of_keys + scales) / _STAGE_ALIGNMENT) * _STAGE_ALIGNMENT
@@ -78,7 +75,8 @@ def forward(problem: AttentionProblem, *place: Any) -> tuple[DecodeConfig, ...]:
     table = narrowest([line for line in RECORDS if line.kind == kind], problem.head_dim, problem.head_dim_v)
 
     def can_take(record: Record[DecodeTile]) -> bool:
-        return fits(record.tile.min_blocks, _smem_bytes(record.tile, record), own.limit)
+        has_room = fits(record.tile.min_blocks, _smem_bytes(record.tile, record), own.limit)
+        return has_room and math.ceil(problem.group_size / record.tile.block_m) <= _MOST_TILES
 
     def waste(record: Record[DecodeTile]) -> float:
         """Return the rows without a head, then the stages that a multiprocessor lacks."""
@@ -87,10 +85,8 @@ def forward(problem: AttentionProblem, *place: Any) -> tuple[DecodeConfig, ...]:
         return rows - 0.01 * tile.min_blocks * tile.stages
 
     query_codes = problem.dtype == FP8
-    computed = _COMPUTED if query_codes else problem.dtype
+    computed = COMPUTED if query_codes else problem.dtype
     found = candidates(table, asked_of(problem, own), own.capability, can_take, waste)
-    # Tiles of more heads than one of these has read the keys again.
-    found = tuple(x for x in found if math.ceil(problem.group_size / x.tile.block_m) <= _MOST_TILES)
     return tuple(
         DecodeConfig(
             **common(DecodeConfig, computed, None, flags_of(problem), record, record.tile),
@@ -123,9 +119,7 @@ def num_splits(problem: AttentionProblem, config: DecodeConfig, num_sms: int) ->
         return max(1, min(problem.num_splits, math.ceil(problem.seqlen_k / config.block_n)))
     steps = math.ceil(keys_seen(problem, 1) / config.block_n)
     tried = [n for n in NUMBERS if n == 1 or n * _FEWEST_STEPS <= steps]
-    times = {n: predicted_us(problem, config, n, num_sms) for n in tried}
-    bound = min(times.values()) * (1 + _EQUAL)
-    return next(n for n in tried if times[n] <= bound)
+    return fewest({n: predicted_us(problem, config, n, num_sms) for n in tried})
 
 
 def predicted_us(problem: AttentionProblem, config: DecodeConfig, num_splits: int, num_sms: int) -> float:
@@ -133,7 +127,7 @@ def predicted_us(problem: AttentionProblem, config: DecodeConfig, num_splits: in
 
     A multiprocessor reads as fast as it asks, up to its share of the memory's bandwidth.
     """
-    number = _CODE_BYTES if config.has_fp8 else HALF_BYTES
+    number = CODE_BYTES if config.has_fp8 else HALF_BYTES
     step_bytes = config.block_n * (problem.head_dim + problem.head_dim_v) * number
     blocks = tiles(problem, config) * problem.num_heads_kv * problem.batch * num_splits
     at_once = min(config.min_blocks, math.ceil(blocks / num_sms))

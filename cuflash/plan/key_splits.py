@@ -13,6 +13,9 @@ NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 OF_MANY_ROWS = NUMBERS[:10]
 _FEW_ROWS = 2048  # rows that are merged by a thread block each: more fill the GPU with a warp each
 
+# Predictions that differ by less are the same; then fewer splits win, as their partial results take less memory.
+_EQUAL = 0.05
+
 
 class Merge(NamedTuple):
     """Times of merging the partial results over splits of the keys, in microseconds."""
@@ -29,6 +32,12 @@ def merging_us(rows: int, head_dim_v: int, num_splits: int, megabyte_us: float =
     if num_splits == 1:
         return 0.0
     return _MERGE.launch + megabyte_us * FLOAT_BYTES * 1e-6 * rows * head_dim_v * num_splits
+
+
+def fewest(times: dict[int, float]) -> int:
+    """Return the least number of splits whose predicted time, of those in ascending order, is as good as the best."""
+    bound = min(times.values()) * (1 + _EQUAL)
+    return next(n for n, time in times.items() if time <= bound)
 
 
 def merges_by_rows(problem: AttentionProblem, num_splits: int, few_queries: bool = True) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
-from cuflash.hardware import FLOAT_BYTES, HALF_BYTES
+from cuflash.hardware import CODE_BYTES, FLOAT_BYTES, HALF_BYTES
 from cuflash.kept import kept
 from cuflash.plan import sm80_forward
 from cuflash.plan.config import CPP_TYPES, not_taken
@@ -28,10 +28,9 @@ HANDLES = (*sm80_forward.HANDLES, FLAG)  # the flags that the kernel knows
 PAGED_ENTRY = "paged_fp8_forward_sm80"
 DTYPES = (*HALF_DTYPES, FP8)  # of queries
 _OF_PRODUCTS: Capability = (8, 9)  # from here on mma.sync multiplies e4m3
-_CODE_BYTES = 1
 _KEYS_OF_PRODUCT = 32
 _BUFFERS = 2  # of scales, and of codes where they are multiplied
-_COMPUTED = "float16"  # what codes of queries become where they are not multiplied
+COMPUTED = "float16"  # what codes of queries become where they are not multiplied
 # Bytes of shared memory that are neither a tile's nor scales: which keys are seen, where rows lie, and padding.
 _SMEM_BESIDE_TILES = 512
 
@@ -46,8 +45,8 @@ class Fp8Config(Sm80QueryConfig):
 
 
 def _smem_bytes(tile: Sm80Tile, row: Record[Sm80Tile], query_codes: bool, multiplies_codes: bool) -> int:
-    query = _CODE_BYTES if multiplies_codes else HALF_BYTES
-    key = _BUFFERS * _CODE_BYTES if multiplies_codes else HALF_BYTES + _CODE_BYTES
+    query = CODE_BYTES if multiplies_codes else HALF_BYTES
+    key = _BUFFERS * CODE_BYTES if multiplies_codes else HALF_BYTES + CODE_BYTES
     tiles = tile.block_m * row.head_dim * query + tile.block_n * (row.head_dim + row.head_dim_v) * key
     scales = _BUFFERS * 2 * tile.block_n + (tile.block_m if query_codes else 0)
     return tiles + scales * FLOAT_BYTES + tile.block_n + _SMEM_BESIDE_TILES
@@ -74,7 +73,7 @@ def forward(problem: AttentionProblem, *place: Any) -> tuple[Fp8Config, ...]:
         return ()
     query_codes = problem.dtype == FP8
     multiplies = query_codes and own.capability >= _OF_PRODUCTS
-    computed = _COMPUTED if query_codes else problem.dtype
+    computed = COMPUTED if query_codes else problem.dtype
     halves = replace(problem, dtype=computed, has_fp8_keys=False, out_dtype=None)
     smem_bytes = partial(_smem_bytes, query_codes=query_codes, multiplies_codes=multiplies)
     records = tuple(record for record in RECORDS if not multiplies or _has_whole_products(record.tile))

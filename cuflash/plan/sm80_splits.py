@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from cuflash.kept import kept
-from cuflash.plan.key_splits import NUMBERS, keys_seen, merging_us, per_sequence, rows_of
+from cuflash.plan.key_splits import NUMBERS, fewest, keys_seen, merging_us, per_sequence, rows_of
 from cuflash.plan.sm80_forward import Sm80QueryConfig
 from cuflash.problem.attention_problem import WHOLE, AttentionProblem
 from cuflash.rules.form import NO_RULES
@@ -25,8 +25,6 @@ _FLOPS = 2.5e6  # operations of products that a thread block makes in a microsec
 _TILE = 3.0  # a tile of queries, besides its steps
 _FEWEST_STEPS = 2  # tiles of keys of a split: fewer take no shorter than a launch does
 _MOST_ROUNDS = 2  # so many thread blocks one after the other, at most, where there are several splits
-# Predictions that differ by less are the same; then fewer splits win, as their partial results take less memory.
-_EQUAL = 0.05
 
 Config = TypeVar("Config", bound=Sm80QueryConfig)
 
@@ -82,9 +80,7 @@ def _num_splits(problem: AttentionProblem, config: Sm80QueryConfig, num_sms: int
     if _tiles(problem, config) >= num_sms * config.min_blocks:
         return 1
     tried = [n for n in NUMBERS if n == 1 or _may_pay(problem, config, n, num_sms)]
-    times = {n: predicted_us(problem, config, n, num_sms) for n in tried}
-    bound = min(times.values()) * (1 + _EQUAL)
-    return next(n for n in tried if times[n] <= bound)
+    return fewest({n: predicted_us(problem, config, n, num_sms) for n in tried})
 
 
 def predicted_us(problem: AttentionProblem, config: Sm80QueryConfig, num_splits: int, num_sms: int) -> float:
