@@ -6,6 +6,7 @@
 // within 2^SPREAD of each other all factors are 1, as parts have bits to spare, so that ordinary inputs keep their
 // bits.
 #include "channels.cuh"
+#include "../ptx/sm80.cuh"
 #include "source_row.cuh"
 
 constexpr int MOST_ROWS = 1024;  // rows that are looked at, evenly spaced

@@ -12,9 +12,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from address_sanitizer import run_sanitized
-from cpu_device import build, device, tensor_map
+from compiling import needs_compiler
+from cpu_device import build, device, hook, tensor_map
 from cpu_device.device import Check, DeviceError
 
+from cuflash.cuda import device as cuda_device
 from cuflash.cuda import source as cuda_source
 
 Array = np.ndarray[Any, Any]
@@ -193,3 +195,26 @@ def test_defect_is_named_by_address_sanitizer(name: str, old: str, new: str, exp
     run = under_address_sanitizer(name, old, new)
     assert run.returncode != 0
     assert re.search(expected, run.stderr), run.stderr[-4000:]
+
+
+@needs_compiler
+def test_nvrtc_refuses_what_the_host_takes() -> None:
+    """A kernel's file may use what the host's headers have and its own includes lack."""
+    text = 'extern "C" __global__ void own(float* x) { *x = ptx::multiply(*x, *x); }'
+    device.compile(text, name="own")
+    with pytest.raises(RuntimeError, match="own does not compile for sm_80"):
+        hook.compile_by_nvrtc(text, "own", (8, 0))
+
+
+@pytest.mark.parametrize("paths, checked", [("split/channels", True), ("split/rows", True), ("decode/decode", False)])
+def test_kernels_that_no_table_lists_are_compiled_by_nvrtc(
+    paths: str, checked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = []
+    monkeypatch.setattr(hook, "compile_by_nvrtc", lambda *given: compiled.append(given))
+    monkeypatch.setattr(hook, "_load", lambda *_: None)
+    text = cuda_device.Text(paths, "own", {})
+    with hook.kernels_on(device.CpuDevice((8, 0))) as own:
+        monkeypatch.setattr(cuda_device.Text, "source", "text")
+        text.load(own, 0)
+    assert compiled == ([("text", "own", (8, 0))] if checked else [])

@@ -31,6 +31,7 @@ SAMPLED = 5  # one record in so many is compiled though it shows nothing of its 
 PAGED = "forward", "forward_sm80", "fp8_forward_sm80"
 
 
+@functools.cache
 def has_compiler() -> bool:
     """Return True if NVRTC and its headers are installed, which CuPy alone does not bring."""
     try:
