@@ -7,6 +7,7 @@
 #include "offset_of.cuh"
 
 using u8 = unsigned char;
+using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;
 using i64 = long long;

@@ -6,6 +6,7 @@
 #include "../sm80/tile.cuh"
 
 constexpr int CACHE_BYTES = HAS_FP8 ? 1 : sizeof(Element);  // of a number
+constexpr int LINE_BYTES = 128;                             // of the L2 cache
 // A tile of rows counts in elements of 16 bits; one of codes has two in each.
 template <int COLUMNS>
 using CacheTile = SharedTile<WARP_KEYS, COLUMNS * CACHE_BYTES / 2>;
@@ -100,9 +101,16 @@ struct Cache {
       const i64 offset = HAS_PAGES ? __shfl_sync(ALL_LANES, own, row) : (first + row) * rows.row_stride;
       const bool inside = first + row >= begin && first + row < end;
       const int bytes = inside ? clamped(rows.row_bytes - vector * int(VECTOR_BYTES), VECTOR_BYTES) : 0;
-      ptx::cp_async_16(to + T::offset(row, vector), rows.data + (bytes > 0 ? offset + vector * int(VECTOR_BYTES) : 0),
-                       bytes);
+      copy_vector<T>(to + T::offset(row, vector), rows.data + (bytes > 0 ? offset + vector * int(VECTOR_BYTES) : 0),
+                     bytes);
     }
+  }
+
+  // copy_vector() copies 16 bytes. Where a row has fewer bytes than a line, the rest of the line is the row of another
+  // head, which a thread block reads at the same time.
+  template <class T>
+  static DEVICE void copy_vector(u32 to, const void* from, int bytes) {
+    ptx::cp_async_16<(T::ROW_BYTES < LINE_BYTES)>(to, from, bytes);
   }
 
   template <class T>
@@ -113,7 +121,7 @@ struct Cache {
 #pragma unroll
     for (int row = 0; row < T::NUM_ROWS; row += AT_ONCE) {
       const i64 offset = HAS_PAGES ? __shfl_sync(ALL_LANES, own, row + own_row) : 0;
-      ptx::cp_async_16(to + T::offset(row + own_row, vector), from + offset, VECTOR_BYTES);
+      copy_vector<T>(to + T::offset(row + own_row, vector), from + offset, VECTOR_BYTES);
       if constexpr (!HAS_PAGES) from += AT_ONCE * rows.row_stride;
     }
   }

@@ -1,25 +1,26 @@
 // Attention of one query a head over a cache of keys and values (sm_80 and newer): Flash-Decoding (Dao et al. 2023).
-// The time is that of reading the cache, so that little may be done for each of its numbers. A thread block has the
-// query heads of a KV head, or BLOCK_M of them, and all of its keys or a split of them. Its warps have tiles of
-// WARP_KEYS keys in turn, copies of their own and a softmax of their own (cache.cuh, column_softmax.cuh); they meet
-// where their results are merged. Queries are the columns of the products (factors.cuh), so that a group of eight heads
-// fills them, and each number of the cache is a factor once.
+// The time is that of reading the cache, so that little may be done for each of its numbers. A thread block has
+// KV_HEADS, some warps each, with their query heads or BLOCK_M of them, and all keys or a split of them. Its warps have
+// tiles of WARP_KEYS keys in turn, copies of their own and a softmax of their own (cache.cuh, column_softmax.cuh); they
+// meet where their results are merged. Queries are the columns of the products (factors.cuh), so that a group of eight
+// heads fills them, and each number of the cache is a factor once.
 #include "../rules/mask.cuh"
 #include "../rules/score.cuh"
 #include "../sm80/warp_results.cuh"
 #include "column_softmax.cuh"
 
-static_assert(NUM_WARPS * WARP_KEYS == BLOCK_N, "a step of the thread block is a tile for each warp");
+constexpr int HEAD_WARPS = NUM_WARPS / KV_HEADS;  // warps that share a KV head
+static_assert(HEAD_WARPS * WARP_KEYS == BLOCK_N, "a step of the thread block is a tile for each warp of a head");
 static_assert(!HIDES_ANYWHERE && !HAS_DROPOUT && !HAS_PLACE, "all queries see the same keys");
 constexpr bool HAS_PLAIN_SCORES = NUM_OPTIONS == 0;
 
 struct SharedStorage {
   Stage stages[NUM_WARPS][STAGES];
 };
-using Results = WarpResults<NUM_WARPS>;
-static_assert(sizeof(Results) <= sizeof(SharedStorage), "results lie where keys were");
+using Results = WarpResults<HEAD_WARPS>;
+static_assert(KV_HEADS * sizeof(Results) <= sizeof(SharedStorage), "results lie where keys were");
 
-// DecodeWork is what a thread block computes.
+// DecodeWork is what the warps of a KV head compute.
 struct DecodeWork {
   Sequence sequence;
   int head_kv, first_head, num_rows;  // rows are query heads
@@ -28,7 +29,8 @@ struct DecodeWork {
 
   DEVICE explicit DecodeWork(const AttentionParams& p) {
     const u32 num_splits = SPLITS_KEYS ? p.splits : 1, tile = blockIdx.x / num_splits;
-    const u32 batch_head = tile / p.num_tiles;
+    const u32 first_of_block = tile / p.num_tiles * KV_HEADS,
+              batch_head = first_of_block + threadIdx.x / WARP / HEAD_WARPS;
     const int first = tile % p.num_tiles * BLOCK_M;
     sequence = sequence_of(p, batch_head / p.num_heads_kv);
     head_kv = batch_head % p.num_heads_kv;
@@ -43,7 +45,8 @@ struct DecodeWork {
     begin = larger(seen.begin, first_key);
     end = smaller(seen.end, last);
   }
-  DEVICE int warp_key() const { return first_key + threadIdx.x / WARP * WARP_KEYS; }
+  static DEVICE int warp() { return threadIdx.x / WARP % HEAD_WARPS; }  // of those of the head
+  DEVICE int warp_key() const { return first_key + warp() * WARP_KEYS; }
 };
 
 // Warp is a thread of a warp, and has a function for each step of the loop over the keys.
@@ -107,7 +110,7 @@ struct Warp {
 
   // put() writes the warp's normalised results; behind it all threads see those of all warps.
   DEVICE void put(Results& to) const {
-    const int warp = threadIdx.x / WARP;
+    const int warp = DecodeWork::warp();
 #pragma unroll
     for (int q = 0; q < QUERY_BLOCKS; q++) {
       float inverse[2], lse[2];
@@ -165,14 +168,14 @@ struct Warp {
 
   // sink_of() is the sink of a query, which counts once: with the first split, and with the first of the warps.
   DEVICE float sink_of(int q, int e) const {
-    const bool is_taken = work.split > 0 || threadIdx.x >= WARP;
+    const bool is_taken = work.split > 0 || DecodeWork::warp() > 0;
     return p.sink == nullptr || is_taken ? -infinity() : p.sink[work.first_head + own_row(q, e)];
   }
 };
 
 // write() merges the results of the warps, and writes them with lse: one row for each head.
 DEVICE void write(const AttentionParams& p, const DecodeWork& work, const Results& results) {
-  const MergedRow row(results);
+  const MergedRow row(results, threadIdx.x % (HEAD_WARPS * WARP));
   if (row.number >= work.num_rows) return;
   const int head = work.first_head + row.number, batch = work.sequence.batch;
   const bool used = work.sequence.len_q > 0;
@@ -212,7 +215,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
   }
   wait_for_copies();
   __syncthreads();  // all warps have read their keys and values
-  auto& results = *reinterpret_cast<Results*>(shared.stages);
+  Results& results = reinterpret_cast<Results*>(shared.stages)[threadIdx.x / (HEAD_WARPS * WARP)];
   warp.put(results);
   write(p, work, results);
 }

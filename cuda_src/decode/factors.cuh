@@ -33,15 +33,22 @@ DEVICE int column_of(int block, int e) {
   return HAS_FP8 ? block * 16 + lane() / 4 * 2 + e / 2 : block * 16 + lane() / 4 + e / 2 * 8;
 }
 
-// element_at() is an element of a query.
-DEVICE Element element_at(const AttentionParams& p, const Sequence& s, int head, int column) {
-  if constexpr (QUERY_CODES) {
-    u32 halves[2];
-    ptx::halves_of_e4m3(halves, codes_of(p.q).at(s.batch, 0, head)[column]);
-    return *reinterpret_cast<const Element*>(halves);
-  } else {
-    return p.q.at(s.batch, 0, head)[column];
-  }
+// read_parts() reads a word of neighbours at once, of which `left` are in the row; the others count as 0.
+template <class Word, class Part>
+DEVICE Word read_parts(const Part* from, int left) {
+  constexpr int PARTS = sizeof(Word) / sizeof(Part), BITS = 8 * sizeof(Part);
+  if (left >= PARTS) return *reinterpret_cast<const Word*>(from);
+  Word word = 0;
+#pragma unroll
+  for (int i = 0; i < PARTS; i++) word |= i < left ? static_cast<Word>(from[i]) << i * BITS : 0;
+  return word;
+}
+
+// elements_of_codes() makes the four codes of a word elements.
+DEVICE void elements_of_codes(u32 (&pairs)[2], u32 codes) {
+  ptx::halves_of_e4m3(pairs, codes);
+#pragma unroll
+  for (u32& pair : pairs) pair = element_pair(Element(), pair);
 }
 
 // QueryFactors are the queries of the thread block as factors, and the scales of the thread's two in each block.
@@ -69,30 +76,24 @@ struct QueryFactors {
   // columns two by two; over codes they are four in a row, as the keys' are.
   DEVICE void read_row(const AttentionParams& p, const Sequence& s, int block, int head, bool inside) {
     const int columns = inside ? p.head_dim : 0;
+    const u8* codes = QUERY_CODES ? codes_of(p.q).at(s.batch, 0, head) : nullptr;
+    const u16* numbers = QUERY_CODES ? nullptr : reinterpret_cast<const u16*>(p.q.at(s.batch, 0, head));
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
-      union {
-        Element elements[4];
-        u32 pairs[2];
-      } own;
-#pragma unroll
-      for (int e = 0; e < 4; e++) {
-        const int within = HAS_FP8 ? lane() % 4 * 4 + e : lane() % 4 * 2 + e / 2 * 8 + e % 2;
-        const int column = step * 16 + within;
-        own.elements[e] = column < columns ? element_at(p, s, head, column) : from_accum<Element>(0);
+      u32(&pairs)[2] = words[block][step];
+      const int column = step * 16 + lane() % 4 * (HAS_FP8 ? 4 : 2);
+      if constexpr (QUERY_CODES) {
+        elements_of_codes(pairs, read_parts<u32>(codes + column, columns - column));
+      } else if constexpr (HAS_FP8) {
+        const u64 four = read_parts<u64>(numbers + column, columns - column);
+        pairs[0] = static_cast<u32>(four), pairs[1] = static_cast<u32>(four >> 32);
+      } else {
+        pairs[0] = read_parts<u32>(numbers + column, columns - column);
+        pairs[1] = read_parts<u32>(numbers + column + 8, columns - column - 8);
       }
-      words[block][step][0] = own.pairs[0];
-      words[block][step][1] = own.pairs[1];
     }
   }
 };
-
-// elements_of_codes() makes the four codes of a word elements.
-DEVICE void elements_of_codes(u32 (&pairs)[2], u32 codes) {
-  ptx::halves_of_e4m3(pairs, codes);
-#pragma unroll
-  for (u32& pair : pairs) pair = element_pair(Element(), pair);
-}
 
 // multiply_keys() computes x += K Q^T for the keys of a stage.
 DEVICE void multiply_keys(float (&x)[QUERY_BLOCKS][KEY_BLOCKS][4], const KeyTile& keys, const QueryFactors& queries) {

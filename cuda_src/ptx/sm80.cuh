@@ -41,9 +41,15 @@ DEVICE unsigned movmatrix_trans(unsigned a) {
 // ---- Asynchronous copies from global to shared memory
 
 // cp_async_16() (_8, _4) copies `bytes` <= 16 (8, 4) bytes and writes zeros behind them; with bytes = 0 nothing is
-// read.
+// read. WHOLE_LINES: the L2 cache takes all 128 bytes of their line from memory, because other threads will read them.
+template <bool WHOLE_LINES = false>
 DEVICE void cp_async_16(unsigned shared, const void* global, int bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+  if constexpr (WHOLE_LINES) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+  }
 }
 DEVICE void cp_async_8(unsigned shared, const void* global, int bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");

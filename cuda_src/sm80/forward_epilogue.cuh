@@ -49,7 +49,7 @@ DEVICE void write_warps(const AttentionParams& p, SharedStorage& shared, Fragmen
   softmax.take_factors(shared.softmax);
   __syncthreads();  // all warps have read the keys and the values
   put(results, p, softmax, sink_of(p, head), units, out);
-  const MergedRow row(results);
+  const MergedRow row(results, threadIdx.x);
   const int i = shared.work.tile * BLOCK_M + row.number;
   if (i >= s.rows_q) return;
   const bool used = i < s.len_q;

@@ -8,15 +8,17 @@ struct WarpResults {
   Accum lse[WARPS][BLOCK_M];              // (WARPS, BLOCK_M)
 };
 
-// MergedRow is a row of a tile, which some threads share; each merges some of its columns.
+// MergedRow is a row of a tile, which some threads share; each merges some of its columns. `thread` counts those of the
+// WARPS warps.
 template <int WARPS>
 struct MergedRow {
   static constexpr int THREADS = WARPS > 1 ? WARPS * WARP / BLOCK_M : 1;
   const WarpResults<WARPS>& results;
-  const int number;
+  const int number, first_column;
   Accum lse, weights[WARPS];  // of the row, and of the warps' results
 
-  DEVICE explicit MergedRow(const WarpResults<WARPS>& results) : results(results), number(threadIdx.x / THREADS) {
+  DEVICE MergedRow(const WarpResults<WARPS>& results, int thread)
+      : results(results), number(thread / THREADS), first_column(thread % THREADS) {
     Accum top = -infinity(), total = 0;
 #pragma unroll
     for (int w = 0; w < WARPS; w++) top = larger(top, results.lse[w][number]);
@@ -30,12 +32,12 @@ struct MergedRow {
 #pragma unroll
     for (Accum& weight : weights) weight = weight == 0 ? 0 : quotient(weight, total);
   }
-  DEVICE bool is_first() const { return threadIdx.x % THREADS == 0; }
+  DEVICE bool is_first() const { return first_column == 0; }
 
   // write() writes the thread's columns, or 0 where the row is padding.
   template <class T>
   DEVICE void write(T* target, int columns, bool used) const {
-    for (int column = threadIdx.x % THREADS; column < columns; column += THREADS) {
+    for (int column = first_column; column < columns; column += THREADS) {
       Accum sum = 0;
 #pragma unroll
       for (int w = 0; w < WARPS; w++) {

@@ -31,6 +31,7 @@ def _by_halves(work: Work) -> bool:
 
 
 _FORWARD = (
+    gpu_decode.sooner_forward,
     gpu_sm90.forward,
     gpu_split.forward,
     gpu_decode.forward,
@@ -79,7 +80,7 @@ def run_forward(work: Work) -> None:
     """Run the first family that takes a problem whose arrays have one dtype."""
     problem = work.problem
     is_paged = problem.pages is not None
-    if is_paged and problem.split_size is None and (gpu_decode.paged_forward(work) or gpu_sm90.paged_forward(work)):
+    if is_paged and problem.split_size is None and (gpu_decode.sooner_forward(work) or gpu_sm90.paged_forward(work)):
         return
     if is_paged and not fits(work):
         with_first_keys(work)

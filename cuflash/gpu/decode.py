@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from cuflash.gpu import key_splits
 from cuflash.gpu.launch import Kernel, Work, batch_heads
@@ -22,28 +22,27 @@ class Forward(Kernel):
     def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
         """Numbers of tiles: (of one KV head, in all); each split of the keys has its own."""
         tiles = decode.tiles(problem, self.config)
-        return tiles, tiles * batch_heads(problem, problem.num_heads_kv) * num_key_splits(problem, arrays)
+        blocks = tiles * batch_heads(problem, problem.num_heads_kv) // self.config.kv_heads
+        return tiles, blocks * num_key_splits(problem, arrays)
 
 
 def forward(work: Work) -> bool:
     """Write out and lse of one query a head; False where another family runs."""
-    problem, device = work.problem, work.device
-    configs = decode.forward(problem, work.is_aligned(("q", "k", "v")), device.capability, device.smem_limit)
-    if not configs:
+    choices = decode.choices(work.problem, work.device.num_sms, *_place(work))
+    if not choices:
         return False
-    splits = {}
-    for config in configs:
-        num_splits = decode.num_splits(problem, config, device.num_sms)
-        splits[replace(config, splits_keys=num_splits > 1)] = num_splits
-    kernel = work.chosen([Forward(config.entry, config) for config in splits])
-    num_splits = splits[kernel.config]
-    key_splits.run(work, kernel, num_splits, merges_by_rows(problem, num_splits))
+    kernel = work.chosen([Forward(choice.config.entry, choice.config) for choice in choices])
+    num_splits = next(choice.num_splits for choice in choices if choice.config == kernel.config)
+    key_splits.run(work, kernel, num_splits, merges_by_rows(work.problem, num_splits))
     return True
 
 
-def paged_forward(work: Work) -> bool:
-    """Do as `forward` over pages, but leave to Hopper's own kernel those that it copies well."""
-    pages = work.problem.pages
-    if work.device.has_wgmma and pages is not None and pages.page_size >= decode.SMALL_PAGES:
+def sooner_forward(work: Work) -> bool:
+    """Do as `forward`, but leave to Hopper's own kernel what that one is predicted to compute as soon."""
+    if work.device.has_wgmma and not decode.is_sooner(work.problem, work.device.num_sms, *_place(work)):
         return False
     return forward(work)
+
+
+def _place(work: Work) -> tuple[bool, tuple[int, int], int]:
+    return work.is_aligned(("q", "k", "v")), work.device.capability, work.device.smem_limit

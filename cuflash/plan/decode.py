@@ -7,13 +7,14 @@ that hide keys one by one, and more queries, are left to the kernels whose tiles
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from cuflash.hardware import CODE_BYTES, FLOAT_BYTES, HALF_BYTES
 from cuflash.kept import kept
+from cuflash.plan import sm90_grid
 from cuflash.plan.config import CPP_TYPES, common, flags_of, has_plain_scale, has_plain_scores, not_taken
-from cuflash.plan.decode_tiles import CODES, ENTRY, HALF, RECORDS, DecodeTile
+from cuflash.plan.decode_tiles import CODES, COLUMNS, ENTRY, HALF, RECORDS, DecodeTile
 from cuflash.plan.key_splits import NUMBERS, fewest, keys_seen, merging_us, rows_of
 from cuflash.plan.record import AMPERE, Place, Record, asked_of, candidates, narrowest
 from cuflash.plan.sm80_forward import Sm80Config, fits
@@ -25,13 +26,30 @@ __all__ = ["ENTRY"]
 HANDLES = ("has_window", "has_softcap", "has_alibi", "has_fp8")  # the flags that the kernel knows
 # Hopper's own kernel copies boxes of TMA from pages: with smaller ones than this it waits for the copies' number.
 SMALL_PAGES = 64
+_SOONER = 0.92  # the kernel runs in place of Hopper's own where its predicted time is less than so much of that one's
 _MOST_TILES = 4  # of query heads that share a KV head, each of which reads its keys
 _STAGE_ALIGNMENT = 128  # bytes
 
-# These are times in microseconds, of an H200.
-_ANSWER = 1.0  # from asking memory for a stage to having it
-_READ = 36e3  # bytes that a multiprocessor reads in a microsecond where all do
-_START = 3.0  # a thread block, besides its steps
+# Predictions are in microseconds and of an H200, by 380 times of 22 problems in CUDA graphs (head dims 64 and 128, 1 to
+# 64 sequences, 512 to 32k keys, 1 to 64 splits, arrays and pages of 16): half are within 4%, nine of ten within 15%.
+_LAUNCH, _ROUND = 3.6, 1.0  # a launch, and thread blocks that run at once, besides their steps
+_READ = 4.5e6  # bytes that memory sends in a microsecond
+_SHORT_ROWS, _HALF_LINES = 0.92, 0.8  # of that, where rows are half a line: with both heads of a line, and with one
+_LINE = 128  # bytes
+
+
+class _Step(NamedTuple):
+    """Times of a warp's tile that waits for nothing but its own instructions."""
+
+    tile: float
+    kilobyte: float  # of the tile
+    pages: float  # finding the rows' pages
+
+
+_STEPS = {HALF: _Step(0.3, 0.0245, 0.43), CODES: _Step(0.6, 0.041, 0.62)}
+_ROWS_MORE = 0.3  # of a step's time, for each further eight query heads
+_MERGED_ROW, _MERGED_MEGABYTE = 0.004, 1.0  # merging, besides its launch
+_EQUAL = 0.02  # predictions that differ by less are the same
 _FEWEST_STEPS = 2  # steps of a split: fewer take no shorter than a launch does
 
 
@@ -40,6 +58,7 @@ class DecodeConfig(Sm80Config):
     """The configuration of a kernel for one query over a cache."""
 
     warp_keys: int  # see `decode_tiles.DecodeTile`
+    kv_heads: int
     result: str  # C++ type of the results
     query_codes: bool  # queries are codes, and weights are rounded to e4m3
     has_pages: bool  # keys and values lie in pools of pages
@@ -75,14 +94,14 @@ def forward(problem: AttentionProblem, *place: Any) -> tuple[DecodeConfig, ...]:
     table = narrowest([line for line in RECORDS if line.kind == kind], problem.head_dim, problem.head_dim_v)
 
     def can_take(record: Record[DecodeTile]) -> bool:
-        has_room = fits(record.tile.min_blocks, _smem_bytes(record.tile, record), own.limit)
-        return has_room and math.ceil(problem.group_size / record.tile.block_m) <= _MOST_TILES
-
-    def waste(record: Record[DecodeTile]) -> float:
-        """Return the rows without a head, then the stages that a multiprocessor lacks."""
         tile = record.tile
-        rows = math.ceil(problem.group_size / tile.block_m) * tile.block_m
-        return rows - 0.01 * tile.min_blocks * tile.stages
+        has_room = fits(tile.min_blocks, _smem_bytes(tile, record), own.limit)
+        has_heads = problem.num_heads_kv % tile.kv_heads == 0
+        return has_room and has_heads and math.ceil(problem.group_size / tile.block_m) <= _MOST_TILES
+
+    def waste(record: Record[DecodeTile]) -> int:
+        """Return the rows without a head."""
+        return -problem.group_size % record.tile.block_m
 
     query_codes = problem.dtype == FP8
     computed = COMPUTED if query_codes else problem.dtype
@@ -110,7 +129,34 @@ def tiles(problem: AttentionProblem, config: DecodeConfig) -> int:
     return math.ceil(problem.group_size / config.block_m)
 
 
+class Choice(NamedTuple):
+    """A kernel, and how many thread blocks share the keys of a tile."""
+
+    config: DecodeConfig
+    num_splits: int
+    predicted_us: float
+
+
 @kept
+def choices(problem: AttentionProblem, num_sms: int, *place: Any) -> tuple[Choice, ...]:
+    """The candidates on `num_sms` multiprocessors, each with its best number of splits, by their predicted times."""
+    found = []
+    for config in forward(problem, *place):
+        number = num_splits(problem, config, num_sms)
+        time = predicted_us(problem, config, number, num_sms)
+        found.append(Choice(replace(config, splits_keys=number > 1), number, time))
+    return tuple(sorted(found, key=lambda choice: choice.predicted_us))
+
+
+def is_sooner(problem: AttentionProblem, num_sms: int, *place: Any) -> bool:
+    """Return True if the kernel is predicted to take clearly less than Hopper's own, or if that one has small pages."""
+    found = choices(problem, num_sms, *place)
+    if not found or (problem.pages is not None and problem.pages.page_size < SMALL_PAGES):
+        return bool(found)
+    own = sm90_grid.few_queries_us(problem, num_sms)
+    return own is not None and found[0].predicted_us < _SOONER * own
+
+
 def num_splits(problem: AttentionProblem, config: DecodeConfig, num_sms: int) -> int:
     """Return how many thread blocks share the keys of a tile on `num_sms` multiprocessors."""
     if problem.is_empty:
@@ -119,20 +165,34 @@ def num_splits(problem: AttentionProblem, config: DecodeConfig, num_sms: int) ->
         return max(1, min(problem.num_splits, math.ceil(problem.seqlen_k / config.block_n)))
     steps = math.ceil(keys_seen(problem, 1) / config.block_n)
     tried = [n for n in NUMBERS if n == 1 or n * _FEWEST_STEPS <= steps]
-    return fewest({n: predicted_us(problem, config, n, num_sms) for n in tried})
+    return fewest({n: predicted_us(problem, config, n, num_sms) for n in tried}, _EQUAL)
 
 
-def predicted_us(problem: AttentionProblem, config: DecodeConfig, num_splits: int, num_sms: int) -> float:
+def predicted_us(problem: AttentionProblem, config: DecodeConfig, splits: int, num_sms: int) -> float:
     """Microseconds of a pass with so many splits of the keys, merging included and the host's work left out.
 
-    A multiprocessor reads as fast as it asks, up to its share of the memory's bandwidth.
+    Thread blocks that run at once take as long as memory needs for their keys, or as a warp needs for its tiles.
     """
     number = CODE_BYTES if config.has_fp8 else HALF_BYTES
-    step_bytes = config.block_n * (problem.head_dim + problem.head_dim_v) * number
-    blocks = tiles(problem, config) * problem.num_heads_kv * problem.batch * num_splits
-    at_once = min(config.min_blocks, math.ceil(blocks / num_sms))
-    rounds = math.ceil(blocks / (num_sms * at_once))
-    steps = math.ceil(keys_seen(problem, 1) / config.block_n / num_splits)
-    step = max(_ANSWER / (config.stages - 1), at_once * step_bytes / _READ)
-    time = rounds * (_START + steps * step)
-    return time + merging_us(rows_of(problem), problem.head_dim_v, num_splits)
+    numbers_of_key = problem.head_dim + problem.head_dim_v
+    of_scales = 2 * FLOAT_BYTES if config.has_fp8 else 0
+    steps = math.ceil(keys_seen(problem, 1) / config.block_n / splits)
+    block_bytes = steps * config.block_n * config.kv_heads * (numbers_of_key * number + of_scales)
+    read = _READ
+    if numbers_of_key * number < 2 * _LINE:
+        read *= _SHORT_ROWS if config.kv_heads > 1 else _HALF_LINES
+    computing = steps * _step_us(config, config.warp_keys * numbers_of_key * number)
+    blocks = tiles(problem, config) * problem.num_heads_kv // config.kv_heads * problem.batch * splits
+    at_once = num_sms * config.min_blocks
+    rounds = [at_once] * (blocks // at_once) + [blocks % at_once] * (blocks % at_once > 0)
+    time = _LAUNCH + sum(_ROUND + max(computing, count * block_bytes / read) for count in rounds)
+    if splits > 1:
+        rows = rows_of(problem)
+        time += _MERGED_ROW * rows + merging_us(rows, problem.head_dim_v, splits, _MERGED_MEGABYTE)
+    return time
+
+
+def _step_us(config: DecodeConfig, tile_bytes: int) -> float:
+    step = _STEPS[CODES if config.has_fp8 else HALF]
+    time = step.tile + step.kilobyte * tile_bytes / 1024 + step.pages * config.has_pages
+    return time * (1 + _ROWS_MORE * (config.block_m // COLUMNS - 1))

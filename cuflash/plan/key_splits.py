@@ -34,9 +34,9 @@ def merging_us(rows: int, head_dim_v: int, num_splits: int, megabyte_us: float =
     return _MERGE.launch + megabyte_us * FLOAT_BYTES * 1e-6 * rows * head_dim_v * num_splits
 
 
-def fewest(times: dict[int, float]) -> int:
+def fewest(times: dict[int, float], equal: float = _EQUAL) -> int:
     """Return the least number of splits whose predicted time, of those in ascending order, is as good as the best."""
-    bound = min(times.values()) * (1 + _EQUAL)
+    bound = min(times.values()) * (1 + equal)
     return next(n for n, time in times.items() if time <= bound)
 
 

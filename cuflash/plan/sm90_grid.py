@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from cuflash.kept import kept
 from cuflash.plan import sm90_few_queries, sm90_forward, sm90_mixed
-from cuflash.plan.config import flags_of, without_window
+from cuflash.plan.config import flags_of, has_plain_scale, without_window
 from cuflash.plan.sm90_config import Asked, Sm90ForwardConfig, config_of
 from cuflash.plan.sm90_forward import config_for, has_exact_maxima, has_few_queries, lines_of, taken, words_in
 from cuflash.plan.sm90_tiles import FEW_QUERIES, MANY, PAGES, PLAIN_SCORES, WINDOW
@@ -57,6 +57,21 @@ def for_grid(problem: AttentionProblem, config: Sm90ForwardConfig, num_sms: int)
         for num_splits in splits_worth_trying(problem, candidate, num_sms)
     ]
     return min(found, key=lambda launches: predicted_us(problem, launches.config, launches.num_splits, num_sms))
+
+
+def is_modelled(problem: AttentionProblem) -> bool:
+    """Return True if times are predicted: without options but a window, and without lists of work."""
+    is_plain = not without_window(flags_of(problem)) and has_plain_scale(problem)
+    return is_plain and not problem.packed and not sm90_forward.obstacle(problem)
+
+
+@kept
+def few_queries_us(problem: AttentionProblem, num_sms: int) -> float | None:
+    """Microseconds that few queries are predicted to take; None where times are not predicted."""
+    if not (is_modelled(problem) and has_few_queries(problem)):
+        return None
+    own = for_grid(problem, config_for(problem), num_sms)
+    return sm90_few_queries.predicted_us(problem, own.config, own.num_splits, num_sms)
 
 
 def compared(problem: AttentionProblem, config: Sm90ForwardConfig) -> list[Sm90ForwardConfig]:

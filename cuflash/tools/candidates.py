@@ -24,7 +24,7 @@ from cuflash.gpu.launch import Kernel, Work
 from cuflash.gpu.trial import Place
 from cuflash.hardware import ALIGNMENT, capability_of, num_sms, smem_limit
 from cuflash.plan import decode, sm80_times, sm90_few_queries, sm90_forward, sm90_grid, sm90_times
-from cuflash.plan.config import KernelConfig, flags_of, has_plain_scale, without_window
+from cuflash.plan.config import KernelConfig
 from cuflash.plan.decode import DecodeConfig
 from cuflash.plan.entries import file_of
 from cuflash.plan.record import Record
@@ -206,17 +206,18 @@ def _of_direction(direction: str, problem: AttentionProblem, gpu: Gpu) -> Iterat
     launches = _launches_of(problem, gpu) if direction == FORWARD else []
     chosen = launches[0] if launches else None
     for number, answer in enumerate(_answers(direction, problem, gpu, chosen)):
-        num_splits = chosen.num_splits if chosen is not None and number == 0 else _decode_splits(problem, answer, gpu)
-        times = [_predicted_us(problem, kernels, num_splits or 1, gpu) for kernels in answer]
+        of_first = chosen.num_splits if chosen is not None and number == 0 else None
+        splits = [of_first or _decode_splits(problem, kernels, gpu) for kernels in answer]
+        times = [_predicted_us(problem, kernels, n or 1, gpu) for kernels, n in zip(answer, splits, strict=True)]
         weights = _weights_of(answer)
         refused = [_refused_bytes(kernels, gpu) for kernels in answer]
         taken = _taken([bytes_ or 0 for bytes_ in refused])
-        found = [(kernels, num_splits) for kernels in answer]
+        found = list(zip(answer, splits, strict=True))
         others = [(_answers(direction, problem, gpu, own)[0][0], own) for own in launches[1:] if number == 0]
         others = [(kernels, own) for kernels, own in others if (kernels, own.num_splits) not in found]
         details = _details_of([*found, *((kernels, own.num_splits) for kernels, own in others)])
-        facts = zip(answer, details[: len(answer)], times, weights, refused, strict=True)
-        for place, (kernels, words, us, weight, spilled) in enumerate(facts):
+        facts = zip(answer, details[: len(answer)], splits, times, weights, refused, strict=True)
+        for place, (kernels, words, num_splits, us, weight, spilled) in enumerate(facts):
             own_place = Place(number, place)
             yield Candidate(direction, own_place, kernels, words, num_splits, us, weight, spilled, place == taken)
         for (kernels, own), words in zip(others, details[len(answer) :], strict=True):
@@ -264,15 +265,9 @@ def _answers(
     return [answer.candidates for answer in rehearsal.passes]
 
 
-def _is_modelled(problem: AttentionProblem) -> bool:
-    """Return True if Hopper's times are predicted: without options but a window, and without lists of work."""
-    is_plain = not without_window(flags_of(problem)) and has_plain_scale(problem)
-    return is_plain and not problem.packed and not sm90_forward.obstacle(problem)
-
-
 def _launches_of(problem: AttentionProblem, gpu: Gpu) -> list[sm90_grid.Launches]:
     """Return Hopper's kernels and splits of the keys that the plan compares, its choice first; none of other GPUs."""
-    if not (gpu.has_wgmma and not gpu.offset and _is_modelled(problem)):
+    if not (gpu.has_wgmma and not gpu.offset and sm90_grid.is_modelled(problem)):
         return []
     own = sm90_forward.config_for(problem)
     found = [sm90_grid.for_grid(problem, own, gpu.num_sms)]
@@ -290,9 +285,9 @@ def _each_once(found: Sequence[sm90_grid.Launches]) -> list[sm90_grid.Launches]:
     return sorted(by_words.values(), key=found.index)
 
 
-def _decode_splits(problem: AttentionProblem, answer: Sequence[tuple[Kernel, ...]], gpu: Gpu) -> int | None:
+def _decode_splits(problem: AttentionProblem, kernels: tuple[Kernel, ...], gpu: Gpu) -> int | None:
     """Return the splits of the keys where one query is over a cache; None of other kernels."""
-    config = answer[0][0].config
+    config = kernels[0].config
     return decode.num_splits(problem, config, gpu.num_sms) if isinstance(config, DecodeConfig) else None
 
 
@@ -300,7 +295,7 @@ def _predicted_us(problem: AttentionProblem, kernels: tuple[Kernel, ...], num_sp
     config = kernels[0].config
     if isinstance(config, DecodeConfig):
         return decode.predicted_us(problem, config, num_splits, gpu.num_sms)
-    if not isinstance(config, Sm90ForwardConfig) or not _is_modelled(problem):
+    if not isinstance(config, Sm90ForwardConfig) or not sm90_grid.is_modelled(problem):
         return None
     model = sm90_few_queries if sm90_forward.has_few_queries(problem) else sm90_times
     return model.predicted_us(problem, config, num_splits, gpu.num_sms)

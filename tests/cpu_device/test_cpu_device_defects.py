@@ -206,7 +206,9 @@ def test_nvrtc_refuses_what_the_host_takes() -> None:
         hook.compile_by_nvrtc(text, "own", (8, 0))
 
 
-@pytest.mark.parametrize("paths, checked", [("split/channels", True), ("split/rows", True), ("decode/decode", False)])
+@pytest.mark.parametrize(
+    ("paths", "checked"), [("split/channels", True), ("split/rows", True), ("decode/decode", False)]
+)
 def test_kernels_that_no_table_lists_are_compiled_by_nvrtc(
     paths: str, checked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

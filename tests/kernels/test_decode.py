@@ -26,7 +26,11 @@ from cuflash.cuda import compile as cuda_compile
 from cuflash.gpu import kernels, launch
 from cuflash.plan import decode, listing
 from cuflash.plan.config import KernelConfig
+from cuflash.plan.decode_tiles import CODES as CODES_KIND
+from cuflash.plan.decode_tiles import HALF, DecodeTile
+from cuflash.plan.record import Record
 from cuflash.problem.attention_problem import AttentionProblem
+from cuflash.problem.pages import Pages
 
 Array = NDArray[Any]
 
@@ -115,6 +119,32 @@ def test_heads_of_a_group(kind: tuple[str, str], heads: tuple[int, int]) -> None
     slopes = RNG.random((2, heads[0])).astype(np.float32) * 0.1
     for options in ({}, {"sink": sink, "alibi_slopes": slopes}):
         assert_near(drawn.attend(**options)[0], drawn.exact(**options))
+
+
+OF_KINDS = {"codes": CODES_KIND, "numbers": HALF}
+# How many thread blocks share a multiprocessor says nothing of what one computes.
+ONE_BY_ONE = {replace(r, tile=replace(r.tile, min_blocks=1)) for r in decode.RECORDS if r.head_dim == 64}
+TILES = [(kind, r) for kind in KINDS for r in sorted(ONE_BY_ONE, key=str) if r.kind == OF_KINDS[kind[0]]]
+
+
+@needs_compiler
+@pytest.mark.parametrize(("kind", "record"), TILES, ids=range(len(TILES)), indirect=["kind"])
+def test_each_tile(kind: tuple[str, str], record: Record[DecodeTile], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warps of a thread block share the keys of one KV head or of two, all of them or a split."""
+    tile = record.tile
+    monkeypatch.setattr(decode, "RECORDS", [record])
+    monkeypatch.setattr(decode, "forward", decode.forward.__wrapped__)
+    monkeypatch.setattr(decode, "choices", decode.choices.__wrapped__)
+    drawn = Drawn(kind, heads=(12, 4), num_keys=270)
+    options = {"sink": RNG.standard_normal(12).astype(np.float32), "kv_lengths": np.array([270, 33], np.int32)}
+    for num_splits in (1, 2):
+        out, lse = drawn.attend(**options, num_splits=num_splits)
+        assert_near(out, drawn.exact(**options))
+        np.testing.assert_allclose(lse, drawn.exact(**options).lse, atol=2e-5, rtol=1e-5)
+    configs = [x.kernel.config for x in launch._launches.values() if x.kernel.entry == decode.ENTRY]
+    assert {(own.block_m, own.num_warps, own.kv_heads) for own in configs} == {
+        (tile.block_m, tile.num_warps, tile.kv_heads)
+    }
 
 
 @needs_compiler
@@ -362,6 +392,29 @@ def test_what_it_leaves_to_others() -> None:
         assert not decode.forward(replace(PROBLEM, **other), *HERE), other
     assert not decode.forward(PROBLEM, False, *HERE[1:])
     assert not decode.forward(PROBLEM, True, (7, 5), hardware.smem_limit("sm_75"))
+
+
+def test_hopper_takes_it_where_it_is_sooner() -> None:
+    """Short caches and small pages are the kernel's; long caches, options and large pages are Hopper's own kernel's."""
+
+    def is_sooner(**other: Any) -> bool:
+        return decode.is_sooner(replace(PROBLEM, **other), 132, *HERE)
+
+    own = {"has_fp8_keys": False, "dtype": "bfloat16", "out_dtype": None, "num_heads_q": 32, "num_heads_kv": 8}
+    assert is_sooner(**own, batch=8, seqlen_k=512)
+    assert not is_sooner(**own, batch=64, seqlen_k=8192)
+    assert not is_sooner(**own, batch=8, seqlen_k=512, softcap=30.0)
+    paged = own | {"batch": 64, "seqlen_k": 8192}
+    assert is_sooner(**paged, pages=Pages(64 * 512, 16, 512))
+    assert not is_sooner(**paged, pages=Pages(64 * 32, 256, 32))
+    assert not is_sooner(seqlen_q=2)
+
+
+def test_heads_of_a_line_share_a_thread_block() -> None:
+    """Rows of 64 bytes do, where heads are pairs and thread blocks enough."""
+    many = replace(PROBLEM, batch=512, num_heads_q=16, num_heads_kv=4, head_dim=64, head_dim_v=64)
+    for other, kv_heads in (({}, 2), ({"num_heads_q": 12, "num_heads_kv": 3}, 1), ({"head_dim_v": 128}, 1)):
+        assert decode.choices(replace(many, **other), 132, *HERE)[0].config.kv_heads == kv_heads, other
 
 
 def test_splits_fill_the_gpu_and_no_more() -> None:

@@ -32,6 +32,7 @@ inline void ldmatrix_x2_trans(unsigned (&d)[2], unsigned address, Where where = 
 }
 inline unsigned movmatrix_trans(unsigned a, Where where = {}) { return cpu_device::transpose_matrix(a, where); }
 
+template <bool WHOLE_LINES = false>
 inline void cp_async_16(unsigned shared, const void* global, int bytes, Where where = {}) {
   cpu_device::copy_async(shared, global, 16, bytes, where);
 }
