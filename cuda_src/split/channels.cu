@@ -9,7 +9,8 @@
 #include "../ptx/sm80.cuh"
 #include "source_row.cuh"
 
-constexpr int MOST_ROWS = 1024;  // rows that are looked at, evenly spaced
+constexpr int MOST_ROWS = 128;  // rows that are looked at, evenly spaced
+constexpr int ROWS_APART = THREADS / COLUMNS, AT_ONCE = 8;
 constexpr int FEWEST_ROWS = 16;  // fewer say little of a channel
 constexpr int SPREAD = 8, MOST_SHIFT = 40;
 // LARGEST_EXPONENT is the exponent field of the largest element over its factor: sums of such do not overflow.
@@ -18,6 +19,14 @@ constexpr int LARGEST_EXPONENT = static_cast<int>(EXPONENT_OF_1) + 60;
 struct SharedChannels {
   int sums[THREADS], counts[THREADS], tops[THREADS];
 };
+
+// rows_in_use() is the number of rows of work space among which those in use lie.
+template <bool OF_K>
+DEVICE int rows_in_use(const AttentionParams& p, int batch, int rows) {
+  const int* lengths = OF_K ? p.kv_lengths : p.q_lengths;
+  const bool is_packed = (OF_K ? p.cu_seqlens_k : p.cu_seqlens_q) != nullptr;
+  return is_packed ? rows : used_length(lengths, batch, OF_K ? p.seqlen_k : p.seqlen_q);
+}
 
 // mean_of() is the nearest integer to sum / count.
 DEVICE int mean_of(int sum, int count) { return (2 * sum + count) / (2 * count); }
@@ -28,24 +37,32 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const bool of_keys = blockIdx.y == 0;
   const Tensor<const float>& from = of_keys ? p.q : p.v;
   const int columns = of_keys ? p.head_dim : p.head_dim_v, heads = of_keys ? group_size(p) : 1;
-  const int rows = of_keys ? operands.q.rows : operands.v.rows, column = threadIdx.x % COLUMNS;
+  const int column = threadIdx.x % COLUMNS;
   const int batch = blockIdx.x / p.num_heads_kv, first_head = blockIdx.x % p.num_heads_kv * heads;
-  const i64 all_rows = static_cast<i64>(heads) * rows;
-  const int num_rows = all_rows < MOST_ROWS ? static_cast<int>(all_rows) : MOST_ROWS;
-  // 1. Each thread sums the exponents of a channel over some rows.
+  const int rows =
+      of_keys ? rows_in_use<false>(p, batch, operands.q.rows) : rows_in_use<true>(p, batch, operands.v.rows);
+  const int head_rows = larger(smaller(MOST_ROWS / heads, rows), 1), head_rows_apart = rows / head_rows;
+  const int num_rows = head_rows * smaller(heads, MOST_ROWS);
+  // 1. Each thread sums the exponents of a channel over some rows, of which it reads AT_ONCE at once.
   int sum = 0, count = 0, top = 0;
-  for (int i = threadIdx.x / COLUMNS; i < num_rows; i += THREADS / COLUMNS) {
-    const i64 index = all_rows * i / num_rows;
-    const int row = static_cast<int>(index % rows), head = first_head + static_cast<int>(index / rows);
-    const int source = of_keys ? source_row<false>(p, batch, row) : source_row<true>(p, batch, row);
-    if (source < 0 || column >= columns) continue;
-    const float x = from.at(batch, source, head)[column];
-    const int exponent = __float_as_uint(x) << 1 >> (MANTISSA_BITS + 1);
-    if (exponent == 0 || exponent == static_cast<int>(FINITE_EXPONENTS))
-      continue;  // 0, a subnormal, an infinity or NaN
-    sum += exponent;
-    count++;
-    top = larger(top, exponent);
+  for (int first = threadIdx.x / COLUMNS; first < num_rows; first += AT_ONCE * ROWS_APART) {
+    float x[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) {
+      const int number = first + i * ROWS_APART, row = number / heads * head_rows_apart;
+      const int source = of_keys ? source_row<false>(p, batch, row) : source_row<true>(p, batch, row);
+      const bool inside = number < num_rows && source >= 0 && column < columns;
+      x[i] = inside ? from.at(batch, source, first_head + number % heads)[column] : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) {
+      const int exponent = __float_as_uint(x[i]) << 1 >> (MANTISSA_BITS + 1);
+      // An infinity, NaN, 0 and a subnormal say nothing.
+      if (exponent == 0 || exponent == static_cast<int>(FINITE_EXPONENTS)) continue;
+      sum += exponent;
+      count++;
+      top = larger(top, exponent);
+    }
   }
   shared.sums[threadIdx.x] = sum;
   shared.counts[threadIdx.x] = count;
@@ -65,6 +82,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   // 3. The factors, of means against the largest.
   if (threadIdx.x >= COLUMNS) return;
   int largest = 0, smallest = LARGEST_EXPONENT, most = 0;
+#pragma unroll(8)
   for (int i = 0; i < COLUMNS; i++) {
     if (shared.counts[i] == 0) continue;
     largest = larger(largest, shared.sums[i]);

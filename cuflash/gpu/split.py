@@ -33,8 +33,9 @@ PartsConfig = plan_split.SplitConfig | sm80_wide.WideConfig
 _SPACE_WORD = word_of("work_space")
 # These are numbers of split/rows.cu and split/channels.cu.
 _THREADS = 256  # threads of a thread block
+_CHANNEL_THREADS = 1024  # of one that finds factors of channels, where few read many rows at once
 _TABLES = 2  # of factors of channels: those of q and k, and those of v and dout
-_MOST_BLOCKS = 16  # thread blocks that share the rows of a head's result
+_BLOCKS_OF_SM = 8  # thread blocks of a multiprocessor that multiply results, most of which have nothing to do
 _VECTOR = 4  # elements of a vector
 _LANES = 32  # most lanes of a row
 _COLUMN_CLASSES = (64, 128, 256)
@@ -80,6 +81,7 @@ class WorkSpace:
         operands["channels"] = size
         size += whole_rows(count * _TABLES * _columns(config) * FLOAT_BYTES)
         self.channels_grid = (count, _TABLES)
+        self.num_sms = device.num_sms
         self.size = size
         self.operands = operands.view(f"V{OPERANDS.dtype.itemsize}")
         self.grid = (blocks, len(tensors))
@@ -149,7 +151,7 @@ class OfWorkSpace(WithoutTiles):
         """Load the compiled kernel, which many configurations share."""
         constants = gpu_portable.constants_of_sums(self.config) | {
             "columns": _columns(self.config),
-            "threads": _THREADS,
+            "threads": self.threads,
             "tables": _TABLES,
             "has_channels": self.has_channels,
             "is_backward": _is_backward(self.config),
@@ -159,6 +161,8 @@ class OfWorkSpace(WithoutTiles):
 
 class FindChannels(OfWorkSpace):
     """The kernel that finds the factors of channels."""
+
+    threads = _CHANNEL_THREADS
 
     def grid_of(self, problem: AttentionProblem, space: WorkSpace) -> tuple[int, ...]:
         """Return a thread block for each table of each KV head."""
@@ -178,13 +182,10 @@ class ScaleResults(OfWorkSpace):
 
     def grid_of(self, problem: AttentionProblem, space: WorkSpace) -> tuple[int, ...]:
         """Return thread blocks of each head of each array, which share its rows."""
+        heads, arrays = batch_heads(problem, problem.num_heads_q), 3 if _is_backward(self.config) else 1
         at_once = _THREADS // _columns(self.config)
         blocks = math.ceil(max(problem.seqlen_q, problem.seqlen_k) / at_once)
-        return (
-            batch_heads(problem, problem.num_heads_q),
-            min(blocks, _MOST_BLOCKS),
-            3 if _is_backward(self.config) else 1,
-        )
+        return heads, max(min(blocks, space.num_sms * _BLOCKS_OF_SM // (heads * arrays)), 1), arrays
 
 
 @dataclass(frozen=True)
