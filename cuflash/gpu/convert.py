@@ -24,7 +24,7 @@ from cuflash.problem.fp8 import SCALES
 
 _FILE, _ENTRY = "around/convert", "convert"
 _THREADS = 256  # threads of a thread block
-_COLUMNS = 8  # columns that a thread converts
+_COLUMNS = 16  # columns that a thread converts
 CONVERSION = Struct(
     "Conversion",
     [
@@ -101,6 +101,21 @@ def widened(work: Work, is_backward: bool = False) -> Work:
     if not is_backward:
         wide.arrays |= wide_results(work, {"out": work.arrays["out"]})
     return wide
+
+
+def elements_of_codes(work: Work) -> Work:
+    """Return work whose keys and values are 16-bit elements, each a code's number without its scale."""
+    own = copy(work)
+    own.arrays = dict(work.arrays)
+    kv_lengths = None if work.problem.packed else work.arrays.get("kv_lengths")
+    given = {} if kv_lengths is None else {"lengths": ("kv_lengths", kv_lengths)}
+    for name in ("k", "v"):
+        codes = work.arrays[name]
+        columns = codes.shape[-1]
+        whole = math.ceil(columns / _COLUMNS) * _COLUMNS  # rows begin at multiples of 32 bytes; TMA asks for 16
+        own.arrays[name] = work.empty((*codes.shape[:-1], whole), work.problem.dtype)[..., :columns]
+        _convert(work, source=(name, codes), target=(f"{name}_elements", own.arrays[name]), **given)
+    return own
 
 
 def wide_results(work: Work, results: Arrays) -> Arrays:

@@ -9,7 +9,7 @@ import numpy as np
 
 from cuflash import hardware
 from cuflash.cuda import device as cuda_device
-from cuflash.gpu import key_splits, query_splits, work_list
+from cuflash.gpu import convert, key_splits, query_splits, work_list
 from cuflash.gpu.launch import ExtraArguments, Kernel, Work, batch_heads, num_tiles
 from cuflash.gpu.pages import check_rows
 from cuflash.gpu.params import SCORE_TENSORS, Arrays, num_key_splits
@@ -100,26 +100,31 @@ def forward(work: Work) -> bool:
 
 def codes_forward(work: Work) -> bool:
     """Do as `forward` for 16-bit queries over e4m3 keys and values, in pages or not."""
-    layouts = work.layouts(("q", "k", "v")) if work.device.has_wgmma else None
+    problem = work.problem
+    if not work.device.has_wgmma or sm90_codes.obstacle(problem):
+        return False
+    check_rows(problem)
+    # Elements that are made of rows of codes lie as TMA wants them.
+    layouts = work.layouts(("q",) if problem.pages is None else ("q", "k", "v"))
     if layouts is None:
         return False
-    check_rows(work.problem)
     tensors = layouts, *(_layout(work, work.arrays.get(x)) for x in ("bias", "mask"))
     token_scales = any(_varies(work, name) for name in ("k_scale", "v_scale"))
-    found = sm90_codes.forward(work.problem, *tensors, token_scales, num_sms=work.device.num_sms)
+    found = sm90_codes.forward(problem, *tensors, token_scales, num_sms=work.device.num_sms)
     chosen = work.chosen_pass([(Forward(config.entry, config),) for config, _ in found], others_serve=True)
     if not chosen:
         return False
     (kernel,), num_splits = chosen, dict(found)[chosen[0].config]
+    own = convert.elements_of_codes(work) if problem.pages is None else work
     if work.arrays["out"].dtype.itemsize > HALF_BYTES:
-        _run_wide(work, kernel)
+        _run_wide(own, kernel)
         return True
-    partials = key_splits.partial_results(work, num_splits)
-    if not partials and not _is_out_expressible(work):
+    partials = key_splits.partial_results(own, num_splits)
+    if not partials and not _is_out_expressible(own):
         kernel = replace(kernel, config=replace(kernel.config, staging_panels=0))
-    work.run(kernel, work.arrays | partials)
+    own.run(kernel, own.arrays | partials)
     if partials:
-        key_splits.merge(work, partials, merges_by_rows(work.problem, num_splits, has_few_queries(work.problem)))
+        key_splits.merge(own, partials, merges_by_rows(problem, num_splits, has_few_queries(problem)))
     return True
 
 

@@ -1,7 +1,9 @@
 """When Hopper's forward kernel on 16 bits takes e4m3 keys and values, under queries of 16 bits.
 
-Its loading warps make elements of 16 bits of the codes that they read (`cuda_src/sm90/forward/page_rows.cuh`), in pages
-or not; tiles are those for pages, which leave such warps registers. Few queries and block masks are for `sm80_fp8`.
+Codes become elements of 16 bits, which is exact, in a launch of their own before the kernel, whose tiles are those of
+16-bit keys then. In pages, which may be many more than a call reads, the kernel's loading warps make them
+(`cuda_src/sm90/forward/page_rows.cuh`), each time that a tile of queries reads a key; tiles are those for pages, which
+leave such warps registers. Few queries and block masks are for `sm80_fp8`.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ from cuflash.plan.config import has_plain_scores, unknown
 from cuflash.plan.sm90_config import Sm90ForwardConfig
 from cuflash.plan.sm90_forward import Layout, expressible, has_few_queries
 from cuflash.problem.attention_problem import HALF_DTYPES, AttentionProblem
-from cuflash.problem.pages import Pages
 
 _KNOWN = tuple(flag for flag in (*sm90_forward.HANDLES, "has_fp8") if flag != "has_block_mask")
 # Registers of a thread that loads and decodes, and of one that computes, by the columns of v: results of fewer columns
@@ -75,21 +76,16 @@ def forward(
 
 
 def _as_halves(problem: AttentionProblem) -> AttentionProblem:
-    """Return a problem on 16 bits in pages, whose tiles are those of a problem on codes."""
-    pages = problem.pages or Pages(problem.batch, max(problem.seqlen_k, 1), 1)
-    return replace(problem, has_fp8_keys=False, out_dtype=None, pages=pages)
-
-
-def _registers(config: Sm90ForwardConfig) -> tuple[int, int]:
-    """Return the registers of a thread that loads and of one that computes."""
-    if config.consumers != 2:
-        return config.producer_registers, config.consumer_registers
-    return next(found for widest, found in _REGISTERS if config.head_dim_v <= widest)
+    """Return a problem on 16 bits, whose tiles are those of a problem on codes."""
+    return replace(problem, has_fp8_keys=False, out_dtype=None)
 
 
 def _of_codes(problem: AttentionProblem, config: Sm90ForwardConfig, token_scales: bool) -> Sm90ForwardConfig:
     """Return the configuration on codes of one on pages of 16 bits."""
-    loading, computing = _registers(config)
+    copies_rows = problem.pages is not None
+    loading, computing = config.producer_registers, config.consumer_registers
+    if copies_rows and config.consumers == 2:
+        loading, computing = next(found for widest, found in _REGISTERS if config.head_dim_v <= widest)
     smem_bytes, staging_panels = config.smem_bytes, config.staging_panels
     if token_scales:
         scales_bytes = config.stages * (2 * config.block_n * FLOAT_BYTES + _BARRIERS)
@@ -102,8 +98,7 @@ def _of_codes(problem: AttentionProblem, config: Sm90ForwardConfig, token_scales
         has_fp8=True,
         token_scales=token_scales,
         smem_bytes=smem_bytes,
-        has_pages=problem.pages is not None,
-        copies_rows=True,
+        copies_rows=copies_rows,
         # The error of a row with a large weight is the smallest then, by which FP8 is judged.
         follows_every_maximum=True,
         early_powers=0,

@@ -26,6 +26,7 @@ from cuflash import reference
 from cuflash.gpu import launch
 from cuflash.plan import listing, sm80_fp8, sm90_codes, sm90_listing
 from cuflash.problem.attention_problem import HALF_DTYPES, AttentionProblem
+from cuflash.problem.pages import Pages
 
 Array = NDArray[Any]
 needs_compiler = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
@@ -227,12 +228,14 @@ def test_nan_of_a_visible_key_is_seen(queries: str) -> None:
 
 @needs_compiler
 def test_strides(queries: str) -> None:
-    """Codes of heads before tokens, and of a fused array."""
+    """Codes of heads before tokens, of a fused array, and at odd addresses."""
     arrays, scales, numbers = drawn(queries)
     expected = exact(queries, numbers)
     before = [np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2) for x in arrays]
     fused = np.concatenate(arrays[1:], axis=-1)
-    for own in (before, [arrays[0], fused[..., :64], fused[..., 64:]]):
+    odd = np.concatenate([arrays[1][..., :1], *arrays[1:]], axis=-1)
+    at_odd_addresses = [arrays[0], odd[..., 1:65], odd[..., 65:]]
+    for own in (before, [arrays[0], fused[..., :64], fused[..., 64:]], at_odd_addresses):
         assert_near(cuflash.attention(*own, **scales), expected)
 
 
@@ -252,7 +255,7 @@ def test_shared_memory_is_clean(queries: str, paged: bool) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("case", ["few queries", "block mask", "split_size", "out_dtype", "address"])
+@pytest.mark.parametrize("case", ["few queries", "block mask", "split_size", "out_dtype"])
 def test_other_calls_take_other_kernels(case: str) -> None:
     """Calls that the kernel does not take are right all the same."""
     arrays, scales, numbers = drawn("float16")
@@ -263,10 +266,6 @@ def test_other_calls_take_other_kernels(case: str) -> None:
         options = {"split_size": 64}
     if case == "out_dtype":
         options = {"out_dtype": "bfloat16"}
-    if case == "address":
-        odd = np.zeros((*arrays[1].shape[:-1], 65), np.uint8)
-        odd[..., 1:] = arrays[1]
-        arrays[1] = odd[..., 1:]
     given: Any = dict(options)
     if case == "block mask":
         given["block_mask"] = cuflash.BlockMask.from_dense(RNG.random(LENGTHS) < 0.8)
@@ -291,14 +290,10 @@ def test_they_compile_without_spills() -> None:
 
 def test_which_problems_it_takes() -> None:
     problem = AttentionProblem(2, 200, 300, 8, 2, 128, 128, "bfloat16", has_fp8_keys=True, out_dtype="bfloat16")
-    ((config, num_splits), *_) = sm90_codes.forward(problem, (), num_sms=8)
-    assert (config.entry, config.has_fp8, config.copies_rows, config.has_pages, num_splits) == (
-        ENTRY,
-        True,
-        True,
-        False,
-        1,
-    )
+    for pages in (None, Pages(100, 64, 5)):
+        ((config, num_splits), *_) = sm90_codes.forward(replace(problem, pages=pages), (), num_sms=8)
+        assert (config.entry, config.has_fp8, num_splits) == (ENTRY, True, 1)
+        assert config.copies_rows == config.has_pages == (pages is not None)
     refused: dict[str, dict[str, Any]] = {
         "few queries": {"seqlen_q": 64},
         "splits of one size": {"split_size": 64},

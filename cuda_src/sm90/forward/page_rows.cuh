@@ -1,13 +1,12 @@
 // This header loads keys and values row by row. From small pages cp.async copies 16 bytes a thread, because each box of
-// TMA takes as long with one row as with many; eight lanes have 128 bytes of a row. Of e4m3 codes, in pages or not,
-// threads make elements of 16 bits, because these are what is multiplied; four lanes have the 64 codes of a panel's
-// row. Each loading warp has rows of its own, whose places its lanes look up one tile ahead.
+// TMA takes as long with one row as with many; eight lanes have 128 bytes of a row. Of e4m3 codes in pages threads make
+// elements of 16 bits, because these are what is multiplied; four lanes have the 64 codes of a panel's row. Each
+// loading warp has rows of its own, whose places its lanes look up one tile ahead.
 #include "../../around/code_vector.cuh"
 #include "../wgmma.cuh"
 #include "pages.cuh"
 
 static_assert(!COPIES_ROWS || (TEAMS == 1 && !HAS_BLOCK_MASK), "lists of keys are one warp's");
-static_assert(!HAS_FP8 || COPIES_ROWS, "threads make elements of codes");
 
 template <>
 struct PagedKeys<KeysCome::IN_ROWS> {

@@ -15,7 +15,7 @@ DEVICE int warp_of_producer() { return static_cast<int>(threadIdx.x) / WARP - CO
 DEVICE bool in_first_loading_warp() { return !COPIES_ROWS || warp_of_producer() == 0; }
 
 // LOADS_BY_WARPS tells whether whole warps load; else one thread does.
-constexpr bool LOADS_BY_WARPS = HAS_PAGES || COPIES_ROWS;
+constexpr bool LOADS_BY_WARPS = HAS_PAGES || COPIES_ROWS || TOKEN_SCALES;
 static_assert(!LOADS_BY_WARPS || PAIR == 1, "what a warp loads is for one thread block");
 
 // leads() tells whether the thread announces the bytes that the loading warps bring, and starts the copies that are one
@@ -102,12 +102,43 @@ struct PagedKeys<KeysCome::IN_BOXES> {
 };
 template <>
 struct PagedKeys<KeysCome::IN_TILES> {
-  DEVICE PagedKeys(const AttentionParams&, const Sequence&, const ptx::TensorMap*, const ptx::TensorMap*) {}
+  const AttentionParams& p;
+  const ptx::TensorMap *k_map, *v_map;
+  int batch, row_k, len_k;
+
+  DEVICE PagedKeys(const AttentionParams& p, const Sequence& s, const ptx::TensorMap* k_map,
+                   const ptx::TensorMap* v_map)
+      : p(p), k_map(k_map), v_map(v_map), batch(batch_of(p, s)), row_k(static_cast<int>(s.row_k)), len_k(s.len_k) {}
   DEVICE void look_up(int) {}
   DEVICE void values_next() {}
-  DEVICE void load_scales(TokenScales&, int, int) const {}
+
+  // load_scales() writes the scales of tile `block` and of its values; those of keys that are not in use are 0.
+  DEVICE void load_scales(TokenScales& scales, int block, int head) const {
+#pragma unroll
+    for (int row = lane(); row < BLOCK_N; row += WARP) {
+      const int key = block * BLOCK_N + row;
+      scales.of_keys[row] = key < len_k ? scale_at(p.k_scale, batch, row_k + key, head) : 0;
+      scales.of_values[row] = key < len_k ? scale_at(p.v_scale, batch, row_k + key, head) : 0;
+    }
+  }
+
   template <class AnyRing>
-  DEVICE void load_keys(const AnyRing&, int, int) const {}
+  DEVICE void load_keys(const AnyRing& ring, int block, int head) const {
+    load<PANELS>(ring, k_map, block, head);
+  }
   template <class AnyRing>
-  DEVICE void load_values(const AnyRing&, int, int) const {}
+  DEVICE void load_values(const AnyRing& ring, int block, int head) const {
+    load<PANELS_V>(ring, v_map, block, head);
+  }
+
+ private:
+  template <int NUM_PANELS, class AnyRing>
+  DEVICE void load(const AnyRing& ring, const ptx::TensorMap* map, int block, int head) const {
+    if (!leads()) return;
+#pragma unroll
+    for (int panel = 0; panel < NUM_PANELS; panel++) {
+      ptx::tma_load(ring.buffer() + panel * BLOCK_N * ROW_BYTES, map, ring.full(), panel * PANEL,
+                    row_k + block * BLOCK_N, head, batch);
+    }
+  }
 };
