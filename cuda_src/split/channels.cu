@@ -16,8 +16,24 @@ constexpr int SPREAD = 8, MOST_SHIFT = 40;
 // LARGEST_EXPONENT is the exponent field of the largest element over its factor: sums of such do not overflow.
 constexpr int LARGEST_EXPONENT = static_cast<int>(EXPONENT_OF_1) + 60;
 
+// ChannelRange is the range of the mean exponents of some channels, and the rows of that with the most.
+struct ChannelRange {
+  int largest, smallest, most_rows;
+
+  DEVICE void take(const ChannelRange& other) {
+    largest = larger(largest, other.largest);
+    smallest = smaller(smallest, other.smallest);
+    most_rows = larger(most_rows, other.most_rows);
+  }
+  DEVICE ChannelRange of_lane(int step) const {
+    return {__shfl_xor_sync(ALL_LANES, largest, step), __shfl_xor_sync(ALL_LANES, smallest, step),
+            __shfl_xor_sync(ALL_LANES, most_rows, step)};
+  }
+};
+
 struct SharedChannels {
   int sums[THREADS], counts[THREADS], tops[THREADS];
+  ChannelRange ranges[COLUMNS / WARP];
 };
 
 // rows_in_use() is the number of rows of work space among which those in use lie.
@@ -68,30 +84,29 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   shared.counts[threadIdx.x] = count;
   shared.tops[threadIdx.x] = top;
   __syncthreads();
-  // 2. The mean of each channel.
+  // 2. The mean of each channel, and the range of means that a warp has.
+  ChannelRange range = {0, LARGEST_EXPONENT, 0};
+  int mean = 0;
   if (threadIdx.x < COLUMNS) {
-    for (int i = threadIdx.x + COLUMNS; i < THREADS; i += COLUMNS) {
-      sum += shared.sums[i];
-      count += shared.counts[i];
-      top = larger(top, shared.tops[i]);
+#pragma unroll
+    for (int i = COLUMNS; i < THREADS; i += COLUMNS) {
+      sum += shared.sums[threadIdx.x + i];
+      count += shared.counts[threadIdx.x + i];
+      top = larger(top, shared.tops[threadIdx.x + i]);
     }
-    shared.sums[threadIdx.x] = count > 0 ? mean_of(sum, count) : 0;
-    shared.counts[threadIdx.x] = count;
+    if (count > 0) mean = mean_of(sum, count), range = {mean, mean, count};
+#pragma unroll
+    for (int step = 1; step < WARP; step *= 2) range.take(range.of_lane(step));
+    if (threadIdx.x % WARP == 0) shared.ranges[threadIdx.x / WARP] = range;
   }
   __syncthreads();
   // 3. The factors, of means against the largest.
   if (threadIdx.x >= COLUMNS) return;
-  int largest = 0, smallest = LARGEST_EXPONENT, most = 0;
-#pragma unroll(8)
-  for (int i = 0; i < COLUMNS; i++) {
-    if (shared.counts[i] == 0) continue;
-    largest = larger(largest, shared.sums[i]);
-    smallest = smaller(smallest, shared.sums[i]);
-    most = larger(most, shared.counts[i]);
-  }
+#pragma unroll
+  for (const ChannelRange& of_warp : shared.ranges) range.take(of_warp);
   int shift = 0;
-  if (count > 0 && most >= FEWEST_ROWS && largest - smallest > SPREAD) {
-    shift = larger(shared.sums[threadIdx.x] - largest, larger(-MOST_SHIFT, top - LARGEST_EXPONENT));
+  if (count > 0 && range.most_rows >= FEWEST_ROWS && range.largest - range.smallest > SPREAD) {
+    shift = larger(mean - range.largest, larger(-MOST_SHIFT, top - LARGEST_EXPONENT));
   }
   const Channels which = of_keys ? Channels::OF_KEYS : Channels::OF_VALUES;
   channel_factors(operands, space, blockIdx.x, which)[threadIdx.x] =

@@ -33,7 +33,7 @@ PartsConfig = plan_split.SplitConfig | sm80_wide.WideConfig
 _SPACE_WORD = word_of("work_space")
 # These are numbers of split/rows.cu and split/channels.cu.
 _THREADS = 256  # threads of a thread block
-_CHANNEL_THREADS = 1024  # of one that finds factors of channels, where few read many rows at once
+_CHANNEL_THREADS = 512  # of one that finds factors of channels, where few read many rows at once
 _TABLES = 2  # of factors of channels: those of q and k, and those of v and dout
 _BLOCKS_OF_SM = 8  # thread blocks of a multiprocessor that multiply results, most of which have nothing to do
 _VECTOR = 4  # elements of a vector

@@ -26,7 +26,9 @@ __all__ = ["ENTRY"]
 HANDLES = ("has_window", "has_softcap", "has_alibi", "has_fp8")  # the flags that the kernel knows
 # Hopper's own kernel copies boxes of TMA from pages: with smaller ones than this it waits for the copies' number.
 SMALL_PAGES = 64
-_SOONER = 0.92  # the kernel runs in place of Hopper's own where its predicted time is less than so much of that one's
+# The kernel runs in place of Hopper's own where its predicted time is less than so much of that one's over rows: over
+# large pages that one takes some percent longer than it is predicted to.
+_SOONER, _SOONER_OVER_PAGES = 0.92, 1.0
 _MOST_TILES = 4  # of query heads that share a KV head, each of which reads its keys
 _STAGE_ALIGNMENT = 128  # bytes
 
@@ -46,7 +48,7 @@ class _Step(NamedTuple):
     pages: float  # finding the rows' pages
 
 
-_STEPS = {HALF: _Step(0.3, 0.0245, 0.43), CODES: _Step(0.6, 0.041, 0.62)}
+_STEPS = {HALF: _Step(0.3, 0.0245, 0.35), CODES: _Step(0.6, 0.041, 0.62)}
 _ROWS_MORE = 0.3  # of a step's time, for each further eight query heads
 _MERGED_ROW, _MERGED_MEGABYTE = 0.004, 1.0  # merging, besides its launch
 _EQUAL = 0.02  # predictions that differ by less are the same
@@ -154,7 +156,8 @@ def is_sooner(problem: AttentionProblem, num_sms: int, *place: Any) -> bool:
     if not found or (problem.pages is not None and problem.pages.page_size < SMALL_PAGES):
         return bool(found)
     own = sm90_grid.few_queries_us(problem, num_sms)
-    return own is not None and found[0].predicted_us < _SOONER * own
+    share = _SOONER if problem.pages is None else _SOONER_OVER_PAGES
+    return own is not None and found[0].predicted_us < share * own
 
 
 def num_splits(problem: AttentionProblem, config: DecodeConfig, num_sms: int) -> int:
