@@ -32,7 +32,7 @@ _SOONER, _SOONER_OVER_PAGES = 0.92, 1.0
 _MOST_TILES = 4  # of query heads that share a KV head, each of which reads its keys
 _STAGE_ALIGNMENT = 128  # bytes
 
-# Predictions are in microseconds and of an H200, by 380 times of 22 problems in CUDA graphs (head dims 64 and 128, 1 to
+# Predictions are in microseconds and of an H200, by 484 times of 24 problems in CUDA graphs (head dims 64 and 128, 1 to
 # 64 sequences, 512 to 32k keys, 1 to 64 splits, arrays and pages of 16): half are within 4%, nine of ten within 15%.
 _LAUNCH, _ROUND = 3.6, 1.0  # a launch, and thread blocks that run at once, besides their steps
 _READ = 4.5e6  # bytes that memory sends in a microsecond
@@ -46,9 +46,10 @@ class _Step(NamedTuple):
     tile: float
     kilobyte: float  # of the tile
     pages: float  # finding the rows' pages
+    crowded: float  # share more for each further four warps of a multiprocessor
 
 
-_STEPS = {HALF: _Step(0.3, 0.0245, 0.35), CODES: _Step(0.6, 0.041, 0.62)}
+_STEPS = {HALF: _Step(0.3, 0.0245, 0.35, 0.3), CODES: _Step(0.6, 0.041, 0.62, 0.56)}
 _ROWS_MORE = 0.3  # of a step's time, for each further eight query heads
 _MERGED_ROW, _MERGED_MEGABYTE = 0.004, 1.0  # merging, besides its launch
 _EQUAL = 0.02  # predictions that differ by less are the same
@@ -141,13 +142,17 @@ class Choice(NamedTuple):
 
 @kept
 def choices(problem: AttentionProblem, num_sms: int, *place: Any) -> tuple[Choice, ...]:
-    """The candidates on `num_sms` multiprocessors, each with its best number of splits, by their predicted times."""
+    """The candidates on `num_sms` multiprocessors, each with its best number of splits, by their predicted times.
+
+    Those that are predicted to take as long as the quickest come in the order of `forward`.
+    """
     found = []
     for config in forward(problem, *place):
         number = num_splits(problem, config, num_sms)
         time = predicted_us(problem, config, number, num_sms)
         found.append(Choice(replace(config, splits_keys=number > 1), number, time))
-    return tuple(sorted(found, key=lambda choice: choice.predicted_us))
+    bound = min((choice.predicted_us for choice in found), default=0.0) * (1 + _EQUAL)
+    return tuple(sorted(found, key=lambda choice: max(choice.predicted_us, bound)))
 
 
 def is_sooner(problem: AttentionProblem, num_sms: int, *place: Any) -> bool:
@@ -184,18 +189,24 @@ def predicted_us(problem: AttentionProblem, config: DecodeConfig, splits: int, n
     read = _READ
     if numbers_of_key * number < 2 * _LINE:
         read *= _SHORT_ROWS if config.kv_heads > 1 else _HALF_LINES
-    computing = steps * _step_us(config, config.warp_keys * numbers_of_key * number)
+    tile_bytes = config.warp_keys * numbers_of_key * number
     blocks = tiles(problem, config) * problem.num_heads_kv // config.kv_heads * problem.batch * splits
     at_once = num_sms * config.min_blocks
     rounds = [at_once] * (blocks // at_once) + [blocks % at_once] * (blocks % at_once > 0)
-    time = _LAUNCH + sum(_ROUND + max(computing, count * block_bytes / read) for count in rounds)
+    time = _LAUNCH
+    for count in rounds:
+        num_warps = math.ceil(count / num_sms) * config.num_warps
+        time += _ROUND + max(steps * _step_us(config, tile_bytes, num_warps), count * block_bytes / read)
     if splits > 1:
         rows = rows_of(problem)
         time += _MERGED_ROW * rows + merging_us(rows, problem.head_dim_v, splits, _MERGED_MEGABYTE)
     return time
 
 
-def _step_us(config: DecodeConfig, tile_bytes: int) -> float:
+def _step_us(config: DecodeConfig, tile_bytes: int, num_warps: int) -> float:
+    """Microseconds of a warp's tile where a multiprocessor has so many warps."""
     step = _STEPS[CODES if config.has_fp8 else HALF]
-    time = step.tile + step.kilobyte * tile_bytes / 1024 + step.pages * config.has_pages
-    return time * (1 + _ROWS_MORE * (config.block_m // COLUMNS - 1))
+    more_rows = 1 + _ROWS_MORE * (config.block_m // COLUMNS - 1)
+    crowded = 1 + step.crowded * max(num_warps / 4 - 1, 0)  # four warps have a scheduler each
+    computing = (step.tile + step.kilobyte * tile_bytes / 1024) * more_rows * crowded
+    return computing + step.pages * config.has_pages

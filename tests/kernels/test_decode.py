@@ -406,7 +406,8 @@ def test_hopper_takes_it_where_it_is_sooner() -> None:
     assert not is_sooner(**own, batch=8, seqlen_k=512, softcap=30.0)
     paged = own | {"batch": 64, "seqlen_k": 8192}
     assert is_sooner(**paged, pages=Pages(64 * 512, 16, 512))
-    assert not is_sooner(**paged, pages=Pages(64 * 32, 256, 32))
+    one = own | {"batch": 1, "seqlen_k": 32768, "head_dim": 128, "head_dim_v": 128}
+    assert not is_sooner(**one, pages=Pages(128, 256, 128))
     assert not is_sooner(seqlen_q=2)
 
 
