@@ -9,7 +9,7 @@
 #include "../ptx/sm80.cuh"
 #include "source_row.cuh"
 
-constexpr int MOST_ROWS = 128;  // rows that are looked at, evenly spaced
+constexpr int MOST_ROWS = 64;  // rows that are looked at, evenly spaced
 constexpr int ROWS_APART = THREADS / COLUMNS, AT_ONCE = 8;
 constexpr int FEWEST_ROWS = 16;  // fewer say little of a channel
 constexpr int SPREAD = 8, MOST_SHIFT = 40;
@@ -65,10 +65,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     float x[AT_ONCE];
 #pragma unroll
     for (int i = 0; i < AT_ONCE; i++) {
-      const int number = first + i * ROWS_APART, row = number / heads * head_rows_apart;
+      const int number = first + i * ROWS_APART;
+      const int of_head = heads == 1 ? number : number / heads, row = of_head * head_rows_apart;
       const int source = of_keys ? source_row<false>(p, batch, row) : source_row<true>(p, batch, row);
       const bool inside = number < num_rows && source >= 0 && column < columns;
-      x[i] = inside ? from.at(batch, source, first_head + number % heads)[column] : 0;
+      x[i] = inside ? from.at(batch, source, first_head + number - of_head * heads)[column] : 0;
     }
 #pragma unroll
     for (int i = 0; i < AT_ONCE; i++) {
