@@ -105,7 +105,8 @@ def codes_forward(work: Work) -> bool:
         return False
     check_rows(problem)
     # Elements that are made of rows of codes lie as TMA wants them.
-    layouts = work.layouts(("q",) if problem.pages is None else ("q", "k", "v"))
+    makes_elements = sm90_codes.makes_elements(problem)
+    layouts = work.layouts(("q",) if makes_elements else ("q", "k", "v"))
     if layouts is None:
         return False
     tensors = layouts, *(_layout(work, work.arrays.get(x)) for x in ("bias", "mask"))
@@ -115,7 +116,7 @@ def codes_forward(work: Work) -> bool:
     if not chosen:
         return False
     (kernel,), num_splits = chosen, dict(found)[chosen[0].config]
-    own = convert.elements_of_codes(work) if problem.pages is None else work
+    own = convert.elements_of_codes(work) if makes_elements else work
     if work.arrays["out"].dtype.itemsize > HALF_BYTES:
         _run_wide(own, kernel)
         return True

@@ -149,7 +149,7 @@ def choices(problem: AttentionProblem, num_sms: int, *place: Any) -> tuple[Choic
     found = []
     for config in forward(problem, *place):
         number = num_splits(problem, config, num_sms)
-        time = predicted_us(problem, config, number, num_sms)
+        time = 0.0 if problem.is_empty else predicted_us(problem, config, number, num_sms)
         found.append(Choice(replace(config, splits_keys=number > 1), number, time))
     bound = min((choice.predicted_us for choice in found), default=0.0) * (1 + _EQUAL)
     return tuple(sorted(found, key=lambda choice: max(choice.predicted_us, bound)))
@@ -191,12 +191,15 @@ def predicted_us(problem: AttentionProblem, config: DecodeConfig, splits: int, n
         read *= _SHORT_ROWS if config.kv_heads > 1 else _HALF_LINES
     tile_bytes = config.warp_keys * numbers_of_key * number
     blocks = tiles(problem, config) * problem.num_heads_kv // config.kv_heads * problem.batch * splits
-    at_once = num_sms * config.min_blocks
-    rounds = [at_once] * (blocks // at_once) + [blocks % at_once] * (blocks % at_once > 0)
-    time = _LAUNCH
-    for count in rounds:
+
+    def round_us(count: int) -> float:
+        """Return the time of so many thread blocks that run at once."""
         num_warps = math.ceil(count / num_sms) * config.num_warps
-        time += _ROUND + max(steps * _step_us(config, tile_bytes, num_warps), count * block_bytes / read)
+        return _ROUND + max(steps * _step_us(config, tile_bytes, num_warps), count * block_bytes / read)
+
+    at_once = num_sms * config.min_blocks
+    full, rest = divmod(blocks, at_once)
+    time = _LAUNCH + full * round_us(at_once) + (round_us(rest) if rest else 0)
     if splits > 1:
         rows = rows_of(problem)
         time += _MERGED_ROW * rows + merging_us(rows, problem.head_dim_v, splits, _MERGED_MEGABYTE)

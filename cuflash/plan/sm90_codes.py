@@ -1,9 +1,9 @@
 """When Hopper's forward kernel on 16 bits takes e4m3 keys and values, under queries of 16 bits.
 
 Codes become elements of 16 bits, which is exact, in a launch of their own before the kernel, whose tiles are those of
-16-bit keys then. In pages, which may be many more than a call reads, the kernel's loading warps make them
-(`cuda_src/sm90/forward/page_rows.cuh`), each time that a tile of queries reads a key; tiles are those for pages, which
-leave such warps registers. Few queries and block masks are for `sm80_fp8`.
+16-bit keys then. In pages, which may be many more than a call reads, and where elements would take much memory, the
+kernel's loading warps make them (`cuda_src/sm90/forward/page_rows.cuh`), each time that a tile of queries reads a key;
+tiles are those for pages, which leave such warps registers. Few queries and block masks are for `sm80_fp8`.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from cuflash.hardware import FLOAT_BYTES, SMEM_ALIGNMENT, SMEM_BYTES, SWIZZLE_BYTES
+from cuflash.hardware import FLOAT_BYTES, HALF_BYTES, SMEM_ALIGNMENT, SMEM_BYTES, SWIZZLE_BYTES
 from cuflash.kept import kept
 from cuflash.plan import sm90_forward, sm90_grid
 from cuflash.plan.config import has_plain_scores, unknown
 from cuflash.plan.sm90_config import Sm90ForwardConfig
 from cuflash.plan.sm90_forward import Layout, expressible, has_few_queries
 from cuflash.problem.attention_problem import HALF_DTYPES, AttentionProblem
+from cuflash.problem.pages import Pages
 
 _KNOWN = tuple(flag for flag in (*sm90_forward.HANDLES, "has_fp8") if flag != "has_block_mask")
 # Registers of a thread that loads and decodes, and of one that computes, by the columns of v: results of fewer columns
@@ -26,6 +27,7 @@ _REGISTERS = ((64, (104, 200)), (128, (88, 208)), (256, (72, 216)))
 # Scales of tokens take registers, of which results of more columns than the first leave enough for so many keys.
 _COLUMNS_OF_TOKENS, _MOST_KEYS = 128, 96
 _BARRIERS = 16  # bytes of the two barriers of a buffer
+MOST_ELEMENTS = 1 << 31  # bytes of keys and values as elements
 Launches = tuple[Sm90ForwardConfig, int]  # a kernel, and the splits of the keys of each of its tiles
 
 
@@ -42,6 +44,13 @@ def obstacle(problem: AttentionProblem) -> str:
     if has_few_queries(problem):
         return "no kernel for few queries"
     return f"no kernel with {unknown(_KNOWN, problem)}" if unknown(_KNOWN, problem) else ""
+
+
+def makes_elements(problem: AttentionProblem) -> bool:
+    """Return True if keys and values become elements of 16 bits before the kernel."""
+    keys = problem.seqlen_k * (1 if problem.packed else problem.batch)
+    numbers = keys * problem.num_heads_kv * (problem.head_dim + problem.head_dim_v)
+    return problem.pages is None and numbers * HALF_BYTES <= MOST_ELEMENTS
 
 
 @kept
@@ -77,12 +86,13 @@ def forward(
 
 def _as_halves(problem: AttentionProblem) -> AttentionProblem:
     """Return a problem on 16 bits, whose tiles are those of a problem on codes."""
-    return replace(problem, has_fp8_keys=False, out_dtype=None)
+    rows = None if makes_elements(problem) else Pages(problem.batch, max(problem.seqlen_k, 1), 1)
+    return replace(problem, has_fp8_keys=False, out_dtype=None, pages=problem.pages or rows)
 
 
 def _of_codes(problem: AttentionProblem, config: Sm90ForwardConfig, token_scales: bool) -> Sm90ForwardConfig:
     """Return the configuration on codes of one on pages of 16 bits."""
-    copies_rows = problem.pages is not None
+    copies_rows = not makes_elements(problem)
     loading, computing = config.producer_registers, config.consumer_registers
     if copies_rows and config.consumers == 2:
         loading, computing = next(found for widest, found in _REGISTERS if config.head_dim_v <= widest)
@@ -98,6 +108,7 @@ def _of_codes(problem: AttentionProblem, config: Sm90ForwardConfig, token_scales
         has_fp8=True,
         token_scales=token_scales,
         smem_bytes=smem_bytes,
+        has_pages=problem.pages is not None,
         copies_rows=copies_rows,
         # The error of a row with a large weight is the smallest then, by which FP8 is judged.
         follows_every_maximum=True,

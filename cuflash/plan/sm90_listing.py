@@ -59,6 +59,7 @@ _ROWS = sm90_forward.KNOWN_TO_ROWS
 _OF_HEADS: dict[str, Any] = {"seqlen_q": _FEW, "num_heads_q": 4}
 _OF_MANY_HEADS: dict[str, Any] = {"seqlen_q": 2, "num_heads_q": 128}  # a tile of few queries has no room for these
 _LARGE_PAGES, _SMALL_PAGES = _pages(128), _pages(1)
+_MANY_SEQUENCES = {"batch": 1 << 12}  # their keys and values take much memory as elements of 16 bits
 _OF_LISTS: dict[str, Any] = {"packed": True, "batch": 16, "seqlen_q": 16 * _FEW, "seqlen_k": 16 * _LONG}
 _KINDS = (
     _Kind({}, (*_PLAIN, *_ALONE.values(), KNOWN_TO_ALL)),
@@ -134,7 +135,7 @@ def of_fp8() -> Iterator[Pass]:
 def of_codes() -> Iterator[Pass]:
     """Yield the forward kernels on 16-bit queries over e4m3 codes: with a window and any one option, and with all."""
     flags_of_each = ((WINDOW,), *_ALONE.values(), tuple(flag for flag in KNOWN_TO_ALL if flag != BLOCK_MASK))
-    ways: tuple[dict[str, Any], ...] = {}, _SMALL_PAGES
+    ways: tuple[dict[str, Any], ...] = {}, _MANY_SEQUENCES, _SMALL_PAGES
     for dims, dtype, pages, flags in product(HEAD_DIMS, HALF_DTYPES, ways, flags_of_each):
         problem = problem_of(dtype, dims[0], dims[1], flags, has_fp8_keys=True, out_dtype=dtype)
         problem = replace(problem, seqlen_q=_LONG, num_heads_q=_LARGE, **pages)

@@ -97,6 +97,25 @@ def test_head_dims(queries: str, dims: tuple[int, int], per: str) -> None:
     assert_near(cuflash.attention(*arrays, **scales, causal=True), expected)
 
 
+@pytest.fixture
+def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and values would take too much memory as elements, so that loading warps make these."""
+    monkeypatch.setattr(sm90_codes, "MOST_ELEMENTS", 0)
+    monkeypatch.setattr(sm90_codes, "forward", sm90_codes.forward.__wrapped__)
+
+
+@needs_compiler
+@pytest.mark.parametrize("per", PER)
+@pytest.mark.parametrize(("dims", "name"), [((64, 64), "all"), ((80, 96), "plain"), ((128, 128), "lengths")])
+def test_codes_that_take_much_memory(
+    queries: str, dims: tuple[int, int], name: str, per: str, little_memory: None
+) -> None:
+    arrays, scales, numbers = drawn(queries, dims, per)
+    options = OPTIONS[name]
+    assert_near(cuflash.attention(*arrays, **scales, **options), exact(queries, numbers, **options))
+    assert all(x.kernel.config.copies_rows for x in launch._launches.values() if x.kernel.entry == ENTRY)
+
+
 @needs_compiler
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize(("page_size", "per"), [(1, "token"), (16, "tensor"), (80, "token"), (16, "head")])
@@ -290,10 +309,12 @@ def test_they_compile_without_spills() -> None:
 
 def test_which_problems_it_takes() -> None:
     problem = AttentionProblem(2, 200, 300, 8, 2, 128, 128, "bfloat16", has_fp8_keys=True, out_dtype="bfloat16")
-    for pages in (None, Pages(100, 64, 5)):
-        ((config, num_splits), *_) = sm90_codes.forward(replace(problem, pages=pages), (), num_sms=8)
+    for batch, pages in ((2, None), (1 << 14, None), (2, Pages(100, 64, 5))):
+        own = replace(problem, batch=batch, pages=pages)
+        ((config, num_splits), *_) = sm90_codes.forward(own, (), num_sms=8)
         assert (config.entry, config.has_fp8, num_splits) == (ENTRY, True, 1)
-        assert config.copies_rows == config.has_pages == (pages is not None)
+        assert config.has_pages == (pages is not None)
+        assert config.copies_rows == (batch > 2 or config.has_pages) != sm90_codes.makes_elements(own)
     refused: dict[str, dict[str, Any]] = {
         "few queries": {"seqlen_q": 64},
         "splits of one size": {"split_size": 64},
