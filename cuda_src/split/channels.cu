@@ -9,9 +9,10 @@
 #include "../ptx/sm80.cuh"
 #include "source_row.cuh"
 
-constexpr int MOST_ROWS = 64;  // rows that are looked at, evenly spaced
-constexpr int ROWS_APART = THREADS / COLUMNS, AT_ONCE = 8;
-constexpr int FEWEST_ROWS = 16;  // fewer say little of a channel
+constexpr int MOST_ROWS = 64;                                          // rows that are looked at, evenly spaced
+constexpr int LANES = COLUMNS / VECTOR, ROWS_APART = THREADS / LANES;  // threads that share a row, and rows at once
+constexpr int AT_ONCE = 4;                                             // rows that a thread has on their way
+constexpr int FEWEST_ROWS = 16;                                        // fewer say little of a channel
 constexpr int SPREAD = 8, MOST_SHIFT = 40;
 // LARGEST_EXPONENT is the exponent field of the largest element over its factor: sums of such do not overflow.
 constexpr int LARGEST_EXPONENT = static_cast<int>(EXPONENT_OF_1) + 60;
@@ -31,8 +32,27 @@ struct ChannelRange {
   }
 };
 
+// Exponents are those of a channel's elements in some rows.
+struct Exponents {
+  int sum, count, top;
+
+  // take() counts an element; an infinity, NaN, 0 and a subnormal say nothing.
+  DEVICE void take(float x) {
+    const int exponent = __float_as_uint(x) << 1 >> (MANTISSA_BITS + 1);
+    if (exponent == 0 || exponent == static_cast<int>(FINITE_EXPONENTS)) return;
+    sum += exponent;
+    count++;
+    top = larger(top, exponent);
+  }
+  DEVICE void take(const Exponents& other) {
+    sum += other.sum;
+    count += other.count;
+    top = larger(top, other.top);
+  }
+};
+
 struct SharedChannels {
-  int sums[THREADS], counts[THREADS], tops[THREADS];
+  Exponents exponents[ROWS_APART][COLUMNS];
   ChannelRange ranges[COLUMNS / WARP];
 };
 
@@ -44,6 +64,17 @@ DEVICE int rows_in_use(const AttentionParams& p, int batch, int rows) {
   return is_packed ? rows : used_length(lengths, batch, OF_K ? p.seqlen_k : p.seqlen_q);
 }
 
+// read_vector() reads VECTOR neighbours, of which `left` are in the row; the others count as 0.
+DEVICE Vector read_vector(const float* data, int left) {
+  if (left >= VECTOR && reinterpret_cast<u64>(data) % sizeof(Vector) == 0) {
+    return *reinterpret_cast<const Vector*>(data);
+  }
+  Vector x;
+#pragma unroll
+  for (int e = 0; e < VECTOR; e++) x.e[e] = e < left ? data[e] : 0;
+  return x;
+}
+
 // mean_of() is the nearest integer to sum / count.
 DEVICE int mean_of(int sum, int count) { return (2 * sum + count) / (2 * count); }
 
@@ -53,49 +84,45 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const bool of_keys = blockIdx.y == 0;
   const Tensor<const float>& from = of_keys ? p.q : p.v;
   const int columns = of_keys ? p.head_dim : p.head_dim_v, heads = of_keys ? group_size(p) : 1;
-  const int column = threadIdx.x % COLUMNS;
+  const int column = threadIdx.x % LANES * VECTOR;
   const int batch = blockIdx.x / p.num_heads_kv, first_head = blockIdx.x % p.num_heads_kv * heads;
   const int rows =
       of_keys ? rows_in_use<false>(p, batch, operands.q.rows) : rows_in_use<true>(p, batch, operands.v.rows);
   const int head_rows = larger(smaller(MOST_ROWS / heads, rows), 1), head_rows_apart = rows / head_rows;
   const int num_rows = head_rows * smaller(heads, MOST_ROWS);
-  // 1. Each thread sums the exponents of a channel over some rows, of which it reads AT_ONCE at once.
-  int sum = 0, count = 0, top = 0;
-  for (int first = threadIdx.x / COLUMNS; first < num_rows; first += AT_ONCE * ROWS_APART) {
-    float x[AT_ONCE];
+  // 1. Each thread sums the exponents of VECTOR channels over some rows, of which it reads AT_ONCE at once.
+  Exponents own[VECTOR] = {};
+  for (int first = threadIdx.x / LANES; first < num_rows; first += AT_ONCE * ROWS_APART) {
+    Vector x[AT_ONCE];
 #pragma unroll
     for (int i = 0; i < AT_ONCE; i++) {
       const int number = first + i * ROWS_APART;
       const int of_head = heads == 1 ? number : number / heads, row = of_head * head_rows_apart;
       const int source = of_keys ? source_row<false>(p, batch, row) : source_row<true>(p, batch, row);
-      const bool inside = number < num_rows && source >= 0 && column < columns;
-      x[i] = inside ? from.at(batch, source, first_head + number - of_head * heads)[column] : 0;
+      const bool inside = number < num_rows && source >= 0;
+      const float* data = from.at(batch, inside ? source : 0, first_head + number - of_head * heads) + column;
+      x[i] = read_vector(data, inside ? columns - column : 0);
     }
 #pragma unroll
-    for (int i = 0; i < AT_ONCE; i++) {
-      const int exponent = __float_as_uint(x[i]) << 1 >> (MANTISSA_BITS + 1);
-      // An infinity, NaN, 0 and a subnormal say nothing.
-      if (exponent == 0 || exponent == static_cast<int>(FINITE_EXPONENTS)) continue;
-      sum += exponent;
-      count++;
-      top = larger(top, exponent);
+    for (const Vector& of_row : x) {
+#pragma unroll
+      for (int e = 0; e < VECTOR; e++) own[e].take(of_row.e[e]);
     }
   }
-  shared.sums[threadIdx.x] = sum;
-  shared.counts[threadIdx.x] = count;
-  shared.tops[threadIdx.x] = top;
+#pragma unroll
+  for (int e = 0; e < VECTOR; e++) shared.exponents[threadIdx.x / LANES][column + e] = own[e];
   __syncthreads();
   // 2. The mean of each channel, and the range of means that a warp has.
-  ChannelRange range = {0, LARGEST_EXPONENT, 0};
+  ChannelRange range = {0, static_cast<int>(FINITE_EXPONENTS), 0};
+  Exponents of_channel = {};
   int mean = 0;
   if (threadIdx.x < COLUMNS) {
 #pragma unroll
-    for (int i = COLUMNS; i < THREADS; i += COLUMNS) {
-      sum += shared.sums[threadIdx.x + i];
-      count += shared.counts[threadIdx.x + i];
-      top = larger(top, shared.tops[threadIdx.x + i]);
+    for (auto& of_rows : shared.exponents) of_channel.take(of_rows[threadIdx.x]);
+    if (of_channel.count > 0) {
+      mean = mean_of(of_channel.sum, of_channel.count);
+      range = {mean, mean, of_channel.count};
     }
-    if (count > 0) mean = mean_of(sum, count), range = {mean, mean, count};
 #pragma unroll
     for (int step = 1; step < WARP; step *= 2) range.take(range.of_lane(step));
     if (threadIdx.x % WARP == 0) shared.ranges[threadIdx.x / WARP] = range;
@@ -106,8 +133,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
   for (const ChannelRange& of_warp : shared.ranges) range.take(of_warp);
   int shift = 0;
-  if (count > 0 && range.most_rows >= FEWEST_ROWS && range.largest - range.smallest > SPREAD) {
-    shift = larger(mean - range.largest, larger(-MOST_SHIFT, top - LARGEST_EXPONENT));
+  if (of_channel.count > 0 && range.most_rows >= FEWEST_ROWS && range.largest - range.smallest > SPREAD) {
+    shift = larger(mean - range.largest, larger(-MOST_SHIFT, of_channel.top - LARGEST_EXPONENT));
   }
   const Channels which = of_keys ? Channels::OF_KEYS : Channels::OF_VALUES;
   channel_factors(operands, space, blockIdx.x, which)[threadIdx.x] =

@@ -33,7 +33,6 @@ PartsConfig = plan_split.SplitConfig | sm80_wide.WideConfig
 _SPACE_WORD = word_of("work_space")
 # These are numbers of split/rows.cu and split/channels.cu.
 _THREADS = 256  # threads of a thread block
-_CHANNEL_THREADS = 512  # of one that finds factors of channels, where few read many rows at once
 _TABLES = 2  # of factors of channels: those of q and k, and those of v and dout
 _BLOCKS_OF_SM = 8  # thread blocks of a multiprocessor that multiply results, most of which have nothing to do
 _VECTOR = 4  # elements of a vector
@@ -161,8 +160,6 @@ class OfWorkSpace(WithoutTiles):
 
 class FindChannels(OfWorkSpace):
     """The kernel that finds the factors of channels."""
-
-    threads = _CHANNEL_THREADS
 
     def grid_of(self, problem: AttentionProblem, space: WorkSpace) -> tuple[int, ...]:
         """Return a thread block for each table of each KV head."""
