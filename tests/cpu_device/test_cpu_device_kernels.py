@@ -20,6 +20,7 @@ from strategies import cases, examples
 import cuflash
 from cuflash import reference
 from cuflash.gpu import launch
+from cuflash.plan import decode
 
 pytestmark = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
 
@@ -134,12 +135,16 @@ HOPPER = CpuDevice((9, 0), NUM_SMS, Check.SHARED)
 @examples(15, quick=3)
 @given(case=cases(dtypes=("float16", "bfloat16"), empty=False, strided=False, whole_vectors=True, max_scores=15_000))
 def test_hoppers_own_kernels_have_no_defect_that_the_checked_mode_sees(case: Case) -> None:
-    """Hopper's kernels take these problems: all that have scores in the forward pass, most in the backward pass."""
+    """Hopper's kernels take these problems: all that have scores in the forward pass, most in the backward pass.
+
+    One query of a head may be for the kernel for decoding.
+    """
     devices.forget_launches()
     with hook.kernels_on(HOPPER):
         assert_agrees(case)
     if case.q.size and case.k.size:
-        assert "forward_sm90" in {x.kernel.entry for x in launch._launches.values()}
+        taken = {x.kernel.entry for x in launch._launches.values()}
+        assert "forward_sm90" in taken or (case.q.shape[1] == 1 and decode.ENTRY in taken)
 
 
 @pytest.mark.skipif(not build.has_sanitizers(), reason=build.NO_SANITIZERS)
