@@ -216,7 +216,8 @@ def test_kernels_that_no_table_lists_are_compiled_by_nvrtc(
     monkeypatch.setattr(hook, "compile_by_nvrtc", lambda *given: compiled.append(given))
     monkeypatch.setattr(hook, "_load", lambda *_: None)
     text = cuda_device.Text(paths, "own", {})
-    with hook.kernels_on(device.CpuDevice((8, 0))) as own:
+    own: Any = device.CpuDevice((8, 0))
+    with hook.kernels_on(own):
         monkeypatch.setattr(cuda_device.Text, "source", "text")
         text.load(own, 0)
     assert compiled == ([("text", "own", (8, 0))] if checked else [])

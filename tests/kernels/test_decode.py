@@ -27,7 +27,7 @@ from cuflash.gpu import kernels, launch
 from cuflash.plan import decode, listing
 from cuflash.plan.config import KernelConfig
 from cuflash.plan.decode_tiles import CODES as CODES_KIND
-from cuflash.plan.decode_tiles import HALF, DecodeTile
+from cuflash.plan.decode_tiles import HALF, RECORDS, DecodeTile
 from cuflash.plan.record import Record
 from cuflash.problem.attention_problem import AttentionProblem
 from cuflash.problem.pages import Pages
@@ -123,7 +123,7 @@ def test_heads_of_a_group(kind: tuple[str, str], heads: tuple[int, int]) -> None
 
 OF_KINDS = {"codes": CODES_KIND, "numbers": HALF}
 # How many thread blocks share a multiprocessor says nothing of what one computes.
-ONE_BY_ONE = {replace(r, tile=replace(r.tile, min_blocks=1)) for r in decode.RECORDS if r.head_dim == 64}
+ONE_BY_ONE = {replace(r, tile=replace(r.tile, min_blocks=1)) for r in RECORDS if r.head_dim == 64}
 TILES = [(kind, r) for kind in KINDS for r in sorted(ONE_BY_ONE, key=str) if r.kind == OF_KINDS[kind[0]]]
 
 
@@ -141,7 +141,7 @@ def test_each_tile(kind: tuple[str, str], record: Record[DecodeTile], monkeypatc
         out, lse = drawn.attend(**options, num_splits=num_splits)
         assert_near(out, drawn.exact(**options))
         np.testing.assert_allclose(lse, drawn.exact(**options).lse, atol=2e-5, rtol=1e-5)
-    configs = [x.kernel.config for x in launch._launches.values() if x.kernel.entry == decode.ENTRY]
+    configs: Any = [x.kernel.config for x in launch._launches.values() if x.kernel.entry == decode.ENTRY]
     assert {(own.block_m, own.num_warps, own.kv_heads) for own in configs} == {
         (tile.block_m, tile.num_warps, tile.kv_heads)
     }
@@ -414,7 +414,10 @@ def test_hopper_takes_it_where_it_is_sooner() -> None:
 def test_heads_of_a_line_share_a_thread_block() -> None:
     """Rows of 64 bytes do, where heads are pairs and thread blocks enough."""
     many = replace(PROBLEM, batch=512, num_heads_q=16, num_heads_kv=4, head_dim=64, head_dim_v=64)
-    for other, kv_heads in (({}, 2), ({"num_heads_q": 12, "num_heads_kv": 3}, 1), ({"head_dim_v": 128}, 1)):
+    others: list[tuple[dict[str, Any], int]] = [
+        ({}, 2), ({"num_heads_q": 12, "num_heads_kv": 3}, 1), ({"head_dim_v": 128}, 1)
+    ]  # fmt: skip
+    for other, kv_heads in others:
         assert decode.choices(replace(many, **other), 132, *HERE)[0].config.kv_heads == kv_heads, other
 
 
