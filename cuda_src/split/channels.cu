@@ -64,17 +64,6 @@ DEVICE int rows_in_use(const AttentionParams& p, int batch, int rows) {
   return is_packed ? rows : used_length(lengths, batch, OF_K ? p.seqlen_k : p.seqlen_q);
 }
 
-// read_vector() reads VECTOR neighbours, of which `left` are in the row; the others count as 0.
-DEVICE Vector read_vector(const float* data, int left) {
-  if (left >= VECTOR && reinterpret_cast<u64>(data) % sizeof(Vector) == 0) {
-    return *reinterpret_cast<const Vector*>(data);
-  }
-  Vector x;
-#pragma unroll
-  for (int e = 0; e < VECTOR; e++) x.e[e] = e < left ? data[e] : 0;
-  return x;
-}
-
 // mean_of() is the nearest integer to sum / count.
 DEVICE int mean_of(int sum, int count) { return (2 * sum + count) / (2 * count); }
 

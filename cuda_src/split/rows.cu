@@ -37,7 +37,6 @@ DEVICE void split_row(const AttentionParams& p, const SplitOperands& operands, u
     *operands.delta_at(space, batch_head, row) = source < 0 ? 0 : *p.delta.at(batch, source, head);
   }
   const float* data = from.at(batch, source < 0 ? 0 : source, head);
-  const bool aligned = reinterpret_cast<u64>(data) % sizeof(Vector) == 0;
 
   const i64 head_kv = static_cast<i64>(batch) * p.num_heads_kv + head / (heads / p.num_heads_kv);
   const bool is_divided = OF_K == (which == Channels::OF_VALUES);
@@ -47,12 +46,7 @@ DEVICE void split_row(const AttentionParams& p, const SplitOperands& operands, u
 #pragma unroll
   for (int i = 0; i < VECTORS; i++) {
     const int column = (i * LANES + lane) * VECTOR;
-    if (source >= 0 && aligned && column + VECTOR <= head_dim) {
-      x[i] = *reinterpret_cast<const Vector*>(data + column);
-    } else {
-#pragma unroll
-      for (int e = 0; e < VECTOR; e++) x[i].e[e] = source >= 0 && column + e < head_dim ? data[column + e] : 0;
-    }
+    x[i] = read_vector(data + column, source >= 0 ? head_dim - column : 0);
 #pragma unroll
     for (int e = 0; HAS_CHANNELS && e < VECTOR; e++) {
       const float factor = channels[column + e];

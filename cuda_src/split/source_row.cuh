@@ -1,4 +1,4 @@
-// This header finds the rows of float32 operands that rows of the work space are split from.
+// This header finds the rows of float32 operands that rows of the work space are split from, and reads them.
 #include "layout.cuh"
 
 // source_row() is the source row of a row in work space, or -1 for a gap between packed sequences and for padding: both
@@ -14,4 +14,15 @@ DEVICE int source_row(const AttentionParams& p, int batch, int row) {
   const Sequence s = sequence_of(p, group - 1);
   const int begin = static_cast<int>(OF_K ? s.row_k : s.row_q), in_sequence = row - split_begin(begin, group);
   return in_sequence < (OF_K ? s.len_k : s.len_q) ? begin + in_sequence : -1;
+}
+
+// read_vector() reads VECTOR neighbours, of which `left` are in the row; the others count as 0.
+DEVICE Vector read_vector(const float* data, int left) {
+  if (left >= VECTOR && reinterpret_cast<u64>(data) % sizeof(Vector) == 0) {
+    return *reinterpret_cast<const Vector*>(data);
+  }
+  Vector x;
+#pragma unroll
+  for (int e = 0; e < VECTOR; e++) x.e[e] = e < left ? data[e] : 0;
+  return x;
 }

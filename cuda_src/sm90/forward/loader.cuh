@@ -4,20 +4,6 @@
 #include "page_rows.cuh"
 #include "scheduler.cuh"
 
-// load_panels() starts to load rows [row, row + ROWS) of a tensor map (head_dim, seqlen, heads, batch) into the current
-// stage. In a pair each block loads every other panel of keys and values, for both.
-template <int ROWS, int NUM_PANELS, class AnyRing>
-DEVICE void load_panels(const AnyRing& ring, const ptx::TensorMap* map, int row, int head, int batch) {
-#pragma unroll
-  for (int panel = 0; panel < NUM_PANELS; panel++) {
-    const u32 target = ring.buffer() + panel * ROWS * ROW_BYTES;
-    if constexpr (PAIR == 1 || ROWS == BLOCK_M) {
-      ptx::tma_load(target, map, ring.full(), panel * PANEL, row, head, batch);
-    } else if (panel % PAIR == rank()) {
-      ptx::tma_load_multicast(target, map, ring.full(), 3, panel * PANEL, row, head, batch);
-    }
-  }
-}
 // load() is the producer's whole step: it waits for the stage, announces its bytes, starts the copies and moves on.
 template <int ROWS, int NUM_PANELS, class AnyRing>
 DEVICE void load(AnyRing& ring, const ptx::TensorMap* map, int row, int head, int batch) {

@@ -1,6 +1,6 @@
 // This header loads keys and values row by row. From small pages cp.async copies 16 bytes a thread, because each box of
-// TMA takes as long with one row as with many; eight lanes have 128 bytes of a row. Of e4m3 codes in pages threads make
-// elements of 16 bits, because these are what is multiplied; four lanes have the 64 codes of a panel's row. Each
+// TMA takes as long with one row as with many; eight lanes have 128 bytes of a row. Of e4m3 codes, which have not
+// become elements of 16 bits before the kernel, threads make these; four lanes have the 64 codes of a panel's row. Each
 // loading warp has rows of its own, whose places its lanes look up one tile ahead.
 #include "../../around/code_vector.cuh"
 #include "../wgmma.cuh"

@@ -5,6 +5,7 @@
 #include "../../around/pages.cuh"
 #include "../pipeline.cuh"
 #include "token_scales.cuh"
+#include "work.cuh"
 
 // COPIES_ROWS tells that threads copy keys and values row by row (page_rows.cuh): where pages are so small that a box
 // of TMA has few rows, and where rows are codes. Then three warps load, all but the scheduler's; the first of them also
@@ -28,6 +29,21 @@ template <class AnyRing>
 DEVICE void acquire_together(const AnyRing& ring) {
   ring.acquire();
   if constexpr (LOADS_BY_WARPS) __syncwarp();
+}
+
+// load_panels() starts to load rows [row, row + ROWS) of a tensor map (head_dim, seqlen, heads, batch) into the current
+// stage. In a pair each block loads every other panel of keys and values, for both.
+template <int ROWS, int NUM_PANELS, class AnyRing>
+DEVICE void load_panels(const AnyRing& ring, const ptx::TensorMap* map, int row, int head, int batch) {
+#pragma unroll
+  for (int panel = 0; panel < NUM_PANELS; panel++) {
+    const u32 target = ring.buffer() + panel * ROWS * ROW_BYTES;
+    if constexpr (PAIR == 1 || ROWS == BLOCK_M) {
+      ptx::tma_load(target, map, ring.full(), panel * PANEL, row, head, batch);
+    } else if (panel % PAIR == rank()) {
+      ptx::tma_load_multicast(target, map, ring.full(), 3, panel * PANEL, row, head, batch);
+    }
+  }
 }
 
 constexpr int BOXES_OF_LANE = HAS_PAGES ? (BLOCK_N + WARP - 1) / WARP : 1;
@@ -124,21 +140,10 @@ struct PagedKeys<KeysCome::IN_TILES> {
 
   template <class AnyRing>
   DEVICE void load_keys(const AnyRing& ring, int block, int head) const {
-    load<PANELS>(ring, k_map, block, head);
+    if (leads()) load_panels<BLOCK_N, PANELS>(ring, k_map, row_k + block * BLOCK_N, head, batch);
   }
   template <class AnyRing>
   DEVICE void load_values(const AnyRing& ring, int block, int head) const {
-    load<PANELS_V>(ring, v_map, block, head);
-  }
-
- private:
-  template <int NUM_PANELS, class AnyRing>
-  DEVICE void load(const AnyRing& ring, const ptx::TensorMap* map, int block, int head) const {
-    if (!leads()) return;
-#pragma unroll
-    for (int panel = 0; panel < NUM_PANELS; panel++) {
-      ptx::tma_load(ring.buffer() + panel * BLOCK_N * ROW_BYTES, map, ring.full(), panel * PANEL,
-                    row_k + block * BLOCK_N, head, batch);
-    }
+    if (leads()) load_panels<BLOCK_N, PANELS_V>(ring, v_map, row_k + block * BLOCK_N, head, batch);
   }
 };
