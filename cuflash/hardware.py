@@ -5,6 +5,7 @@ WARP = 32  # threads that execute together
 WARPGROUP = 4 * WARP  # threads that issue one wgmma
 ROWS_OF_WARPGROUP = 64  # the M of a wgmma
 ROWS_OF_WARP = ROWS_OF_WARPGROUP * WARP // WARPGROUP  # rows of a wgmma that one warp has, and the M of an mma.sync
+STEP = 16  # the K of a wgmma and of an mma.sync on elements of 16 bits
 CODE_BYTES, HALF_BYTES, FLOAT_BYTES = 1, 2, 4  # bytes of an e4m3 code, of an element of 16 bits, and of a float32
 # The widest access of one thread, in bytes; TMA wants addresses and strides to be multiples of it.
 ALIGNMENT = 16
@@ -23,6 +24,7 @@ EMITTED = {
     "WARPGROUP": WARPGROUP,
     "ROWS_OF_WARPGROUP": ROWS_OF_WARPGROUP,
     "ROWS_OF_WARP": ROWS_OF_WARP,
+    "STEP": STEP,
     "ALIGNMENT": ALIGNMENT,
     "SWIZZLE_BYTES": SWIZZLE_BYTES,
     "SMEM_ALIGNMENT": SMEM_ALIGNMENT,
@@ -71,6 +73,11 @@ def smem_limit(arch: str) -> int:
 def num_sms(arch: str) -> int:
     """Multiprocessors of the usual card of ``"sm_90a"``, say; of an architecture without one as many as of an H100."""
     return _NUM_SMS.get(arch.removeprefix("sm_").rstrip("af"), _NUM_SMS["90"])
+
+
+def whole_steps(columns: int) -> int:
+    """`columns` of 16-bit elements, rounded up to a multiple of `STEP`."""
+    return -(-columns // STEP) * STEP
 
 
 def whole_rows(size: int) -> int:

@@ -68,7 +68,7 @@ DEVICE void write_fragment(T* data, i64 row_stride, int row, int len, int rows, 
     const int i = row + 8 * r;
     T* target = data + i * row_stride;
 #pragma unroll
-    for (int group = 0; group < N / 16; group++) {
+    for (int group = 0; group < (N + 15) / 16; group++) {  // the last group may be a half
       union {
         u32 words[4];
         T elements[8];
@@ -77,7 +77,7 @@ DEVICE void write_fragment(T* data, i64 row_stride, int row, int len, int rows, 
       for (int block = 0; block < 4; block++) {
         const int e = (group * 4 + block) * 4 + 2 * r;
         // Padding is selected rather than multiplied by 0, because it may be NaN.
-        piece.words[block] = i < len ? packed(T(), out[e] * factor[r], out[e + 1] * factor[r]) : 0;
+        piece.words[block] = e < N && i < len ? packed(T(), out[e] * factor[r], out[e + 1] * factor[r]) : 0;
       }
       transpose_quad(piece.words);
       const int column = group * 32 + lane() % 4 * VECTOR;

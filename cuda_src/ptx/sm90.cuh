@@ -210,14 +210,14 @@ DEVICE void forget(float& x) { asm volatile("" : "+f"(x)); }
 #define CUFLASH_NAMES_48 CUFLASH_NAMES_40 ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define CUFLASH_NAMES_56 CUFLASH_NAMES_48 ", %48, %49, %50, %51, %52, %53, %54, %55"
 #define CUFLASH_NAMES_64 CUFLASH_NAMES_56 ", %56, %57, %58, %59, %60, %61, %62, %63"
-#define CUFLASH_NAMES_96                                                               \
-  CUFLASH_NAMES_64                                                                     \
-  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
-  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define CUFLASH_NAMES_128                                                                          \
-  CUFLASH_NAMES_96                                                                                 \
-  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
-  "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define CUFLASH_NAMES_72 CUFLASH_NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define CUFLASH_NAMES_80 CUFLASH_NAMES_72 ", %72, %73, %74, %75, %76, %77, %78, %79"
+#define CUFLASH_NAMES_88 CUFLASH_NAMES_80 ", %80, %81, %82, %83, %84, %85, %86, %87"
+#define CUFLASH_NAMES_96 CUFLASH_NAMES_88 ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define CUFLASH_NAMES_104 CUFLASH_NAMES_96 ", %96, %97, %98, %99, %100, %101, %102, %103"
+#define CUFLASH_NAMES_112 CUFLASH_NAMES_104 ", %104, %105, %106, %107, %108, %109, %110, %111"
+#define CUFLASH_NAMES_120 CUFLASH_NAMES_112 ", %112, %113, %114, %115, %116, %117, %118, %119"
+#define CUFLASH_NAMES_128 CUFLASH_NAMES_120 ", %120, %121, %122, %123, %124, %125, %126, %127"
 #define CUFLASH_D8(i)                                                                                         \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
       "+f"(d[i + 7])
@@ -229,8 +229,14 @@ DEVICE void forget(float& x) { asm volatile("" : "+f"(x)); }
 #define CUFLASH_D_48 CUFLASH_D_40, CUFLASH_D8(40)
 #define CUFLASH_D_56 CUFLASH_D_48, CUFLASH_D8(48)
 #define CUFLASH_D_64 CUFLASH_D_56, CUFLASH_D8(56)
-#define CUFLASH_D_96 CUFLASH_D_64, CUFLASH_D8(64), CUFLASH_D8(72), CUFLASH_D8(80), CUFLASH_D8(88)
-#define CUFLASH_D_128 CUFLASH_D_96, CUFLASH_D8(96), CUFLASH_D8(104), CUFLASH_D8(112), CUFLASH_D8(120)
+#define CUFLASH_D_72 CUFLASH_D_64, CUFLASH_D8(64)
+#define CUFLASH_D_80 CUFLASH_D_72, CUFLASH_D8(72)
+#define CUFLASH_D_88 CUFLASH_D_80, CUFLASH_D8(80)
+#define CUFLASH_D_96 CUFLASH_D_88, CUFLASH_D8(88)
+#define CUFLASH_D_104 CUFLASH_D_96, CUFLASH_D8(96)
+#define CUFLASH_D_112 CUFLASH_D_104, CUFLASH_D8(104)
+#define CUFLASH_D_120 CUFLASH_D_112, CUFLASH_D8(112)
+#define CUFLASH_D_128 CUFLASH_D_120, CUFLASH_D8(120)
 // P0 to P6 are the operands behind the R registers of d. wgmma_e4m3_ss() and wgmma_e4m3_rs() multiply e4m3 codes: a is
 // 64 x 32, b is 32 x N, both with K contiguous; in registers a is laid out as for mma_m16n8k32_e4m3. The tensor cores
 // keep fewer bits of such a sum than float32 has.
@@ -285,7 +291,13 @@ CUFLASH_WGMMA(80, 40, "%40", "%41", "%42", "%43", "%44", "%45", "%46")
 CUFLASH_WGMMA(96, 48, "%48", "%49", "%50", "%51", "%52", "%53", "%54")
 CUFLASH_WGMMA(112, 56, "%56", "%57", "%58", "%59", "%60", "%61", "%62")
 CUFLASH_WGMMA(128, 64, "%64", "%65", "%66", "%67", "%68", "%69", "%70")
+CUFLASH_WGMMA(144, 72, "%72", "%73", "%74", "%75", "%76", "%77", "%78")
+CUFLASH_WGMMA(160, 80, "%80", "%81", "%82", "%83", "%84", "%85", "%86")
+CUFLASH_WGMMA(176, 88, "%88", "%89", "%90", "%91", "%92", "%93", "%94")
 CUFLASH_WGMMA(192, 96, "%96", "%97", "%98", "%99", "%100", "%101", "%102")
+CUFLASH_WGMMA(208, 104, "%104", "%105", "%106", "%107", "%108", "%109", "%110")
+CUFLASH_WGMMA(224, 112, "%112", "%113", "%114", "%115", "%116", "%117", "%118")
+CUFLASH_WGMMA(240, 120, "%120", "%121", "%122", "%123", "%124", "%125", "%126")
 CUFLASH_WGMMA(256, 128, "%128", "%129", "%130", "%131", "%132", "%133", "%134")
 
 }  // namespace ptx

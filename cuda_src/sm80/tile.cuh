@@ -6,7 +6,6 @@
 #include "../rules/mask.cuh"
 
 constexpr int NUM_THREADS = NUM_WARPS * WARP;
-constexpr int STEP = 16;  // depth of one product
 constexpr u32 VECTOR_BYTES = 16;
 
 // copy_float() starts to copy a number. The copy is complete for this thread behind wait_for_copies(), for all threads

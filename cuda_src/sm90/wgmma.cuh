@@ -4,7 +4,6 @@
 // parts.
 #include "pipeline.cuh"
 
-constexpr int STEP = 16;  // depth of one product: K of wgmma
 constexpr u32 ROW_BYTES = SWIZZLE_BYTES, ATOM_BYTES = SMEM_ALIGNMENT;
 constexpr int PANELS = (HEAD_DIM + PANEL - 1) / PANEL, PANELS_V = (HEAD_DIM_V + PANEL - 1) / PANEL;
 constexpr u32 Q_BYTES = BLOCK_M * ROW_BYTES * PANELS;

@@ -15,7 +15,7 @@ from cuflash.hardware import SWIZZLE_BYTES
 # These are values of CUtensorMapDataType, CUtensorMapSwizzle and CUtensorMapL2promotion in cuda.h.
 _DATA_TYPES = {"uint8": 0, "float16": 6, "float32": 7, "bfloat16": 9}
 _NO_SWIZZLE, _SWIZZLE_128B = 0, 3
-_L2_128B, _L2_256B = 2, 3
+_L2_128B = 2
 TENSOR_MAP = np.dtype("V128")
 _MAP_ALIGNMENT = 64
 
@@ -32,14 +32,13 @@ def encode_tensor_map(
     extents: Sequence[int],
     strides: Sequence[int],
     box: Sequence[int],
-    *,
-    once: bool = False,
 ) -> np.ndarray[Any, Any]:
     """Make a map of an array, to be passed to a kernel by value; elements out of bounds are read as zeros.
 
     `extents` are the elements of the array along each axis and `box` those of one copy, innermost axis first; `strides`
-    are bytes, for all axes but the innermost. Boxes of bytes are swizzled if they are as wide as a swizzle. L2 fetches
-    no more than it is asked for where the array is read `once`.
+    are bytes, for all axes but the innermost. Boxes of bytes are swizzled if they are as wide as a swizzle. L2
+    fetches 128 bytes at a time: where rows do not begin at multiples of 256 bytes, fetching as many takes up to 1.18
+    times as long, and elsewhere it is no faster.
     """
     rank = len(extents)
     buffer = np.zeros(TENSOR_MAP.itemsize + _MAP_ALIGNMENT, np.uint8)
@@ -55,7 +54,7 @@ def encode_tensor_map(
         (ctypes.c_uint32 * rank)(*[1] * rank),
         0,  # not interleaved
         _SWIZZLE_128B if dtype != "uint8" or box[0] == SWIZZLE_BYTES else _NO_SWIZZLE,
-        _L2_128B if once else _L2_256B,
+        _L2_128B,
         0,  # zeros out of bounds
     )
     if status:

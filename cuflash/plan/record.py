@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, TypeVar
 
-from cuflash.plan.config import FLAGS, flags_of, has_plain_scale, without_blocks_of_rule, without_window
+from cuflash.hardware import STEP, whole_steps
+from cuflash.plan.config import FLAGS, WIDEST, flags_of, has_plain_scale, without_blocks_of_rule, without_window
 from cuflash.problem.attention_problem import AttentionProblem
 
 Capability = tuple[int, int]
@@ -73,6 +74,7 @@ class Record(Generic[T]):
     takes: Takes = ANYTHING
     below: Capability = ANY  # GPUs from this capability on have too few registers
     needs: tuple[str, ...] = ()  # it is for problems with all of these options and words
+    most_columns: int = WIDEST  # kernels of head dims of their own that are wider spill, or are slower than others
     # `records` fills in these.
     entries: tuple[str, ...] = ()  # the kernels of one pass
     kind: str = ""  # the kind of products
@@ -104,6 +106,19 @@ def narrowest(table: Sequence[Record[T]], head_dim: int, head_dim_v: int) -> tup
     wide = [r for r in table if head_dim <= r.head_dim and head_dim_v <= r.head_dim_v]
     dims = min(((r.head_dim, r.head_dim_v) for r in wide), default=None)
     return tuple(r for r in wide if (r.head_dim, r.head_dim_v) == dims)
+
+
+def of_own_columns(
+    table: Sequence[Record[T]], head_dim: int, head_dim_v: int, fewest: int = STEP
+) -> tuple[Record[T], ...]:
+    """Return the `narrowest` lines with these head dims, so that their kernels compute no columns in vain.
+
+    A kernel is compiled when it is needed, so that its head dims may be a problem's own, in whole steps of wgmma. They
+    have `fewest` columns at least.
+    """
+    own, own_v = (max(whole_steps(d), fewest) for d in (head_dim, head_dim_v))
+    lines = (line for line in narrowest(table, head_dim, head_dim_v) if max(own, own_v) <= line.most_columns)
+    return tuple(replace(line, head_dim=own, head_dim_v=own_v) for line in lines)
 
 
 def candidates(

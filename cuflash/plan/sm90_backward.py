@@ -12,6 +12,7 @@ from cuflash.hardware import (
     HALF_BYTES,
     PANEL,
     ROWS_OF_WARPGROUP,
+    SWIZZLE_BYTES,
     whole_rows,
 )
 from cuflash.kept import kept
@@ -26,7 +27,7 @@ from cuflash.plan.config import (
     with_rules,
     without_window,
 )
-from cuflash.plan.record import HOPPER, Record, candidates, narrowest
+from cuflash.plan.record import HOPPER, Record, candidates, of_own_columns
 from cuflash.plan.sm90_backward_config import Sm90BackwardConfig, with_dslopes
 from cuflash.plan.sm90_backward_tiles import (
     BIAS_BY_ELEMENTS,
@@ -49,6 +50,7 @@ HANDLES = (*KNOWN_TO_ALL, *OF_RULES)  # the flags that these kernels know
 # ROWS runs before the main kernel and prepares what that loads of each query. DQ runs last and writes dq from sums.
 ROWS, DQ = "backward_sm90_rows", "backward_sm90_dq"
 FEW_SEEN = 4096  # most queries that see a key where they are few
+_FEWEST_NARROW = SWIZZLE_BYTES // FLOAT_BYTES  # columns with which a warp's part of dq has room for rows of dk and dv
 _GROUP_OF_DRAWS = 16  # queries whose random bits are drawn at once
 # A tile's dq has so many sums where additions have an order, so that an addition waits for the last but one. With a
 # diagonal few wait, and one sum is enough.
@@ -126,7 +128,9 @@ def _chosen(
         return not signed and _buffers(record, asked)["smem_bytes"] <= hardware.SMEM_BYTES
 
     lines = [
-        line for table in (NARROW_TABLE, WIDE_TABLE) for line in narrowest(table, problem.head_dim, problem.head_dim_v)
+        line
+        for table, fewest in ((NARROW_TABLE, _FEWEST_NARROW), (WIDE_TABLE, PANEL))
+        for line in of_own_columns(table, problem.head_dim, problem.head_dim_v, fewest)
     ]
     found = candidates(lines, asked, HOPPER, fits, _predicted)
     # No tile of the widest head dims leaves room for tiles of a bias.

@@ -25,7 +25,7 @@ from cuflash.plan.config import (
     with_rules,
     without_window,
 )
-from cuflash.plan.record import HOPPER, Record, narrowest
+from cuflash.plan.record import HOPPER, Record, of_own_columns
 from cuflash.plan.record import candidates as taken_of
 from cuflash.plan.sm90_config import ELEMENT_BYTES_OF, Asked, Sm90ForwardConfig, config_of, leaves_registers
 from cuflash.plan.sm90_tiles import Sm90Tile
@@ -53,8 +53,8 @@ Line = Record[Sm90Tile]
 
 
 def lines_of(problem: AttentionProblem) -> tuple[Line, ...]:
-    """Return the lines of the table for a problem's head dims."""
-    return narrowest(tiles.FORWARD, problem.head_dim, problem.head_dim_v)
+    """Return the lines of the table for a problem's head dims, whose kernels have columns for these alone."""
+    return of_own_columns(tiles.FORWARD, problem.head_dim, problem.head_dim_v)
 
 
 def taken(lines: Sequence[Line], asked: Asked) -> tuple[Line, ...]:

@@ -21,7 +21,7 @@ from cuflash.plan.sm90_backward import DQ, FEW_SEEN, ROWS, backward
 from cuflash.plan.sm90_backward_config import Sm90BackwardConfig, with_query_splits
 from cuflash.plan.sm90_backward_tiles import NARROW_TABLE, WIDE_TABLE, Sm90BackwardTile
 from cuflash.plan.sm90_config import Sm90ForwardConfig
-from cuflash.plan.sm90_tiles import HEAD_DIMS
+from cuflash.plan.sm90_tiles import HEAD_DIMS, OWN_COLUMNS
 from cuflash.problem.attention_problem import HALF_DTYPES, AttentionProblem
 from cuflash.problem.fp8 import FP8
 from cuflash.problem.pages import Pages
@@ -111,10 +111,18 @@ def _kernels(dims: tuple[int, int], dtype: str) -> Iterator[tuple[Sm90ForwardCon
         yield _kernels_of(problem_of(dtype, *dims, flags), False, False, _FILLED, by_tma=False)
 
 
+def _plain_kernels(dims: tuple[int, int], dtype: str) -> Iterator[tuple[Sm90ForwardConfig, ...]]:
+    """Yield the kernels without options of a problem's own head dims, which need not be those of a class."""
+    for flags, keys in product(_PLAIN, (_SHORT, _LONG)):
+        yield _kernels_of(replace(problem_of(dtype, *dims, flags), seqlen_k=keys), False, False, _FILLED)
+
+
 def of_forward() -> Iterator[Pass]:
-    """Yield the forward kernels on 16 bits, each once."""
+    """Yield the forward kernels on 16 bits, each once; of narrower head dims than a class has only those of its own."""
     for dims, dtype in product(HEAD_DIMS, HALF_DTYPES):
         yield from passes_of(dict.fromkeys(_kernels(dims, dtype)), dtype)
+    for columns, dtype in product(OWN_COLUMNS, HALF_DTYPES):
+        yield from passes_of(dict.fromkeys(_plain_kernels((columns, columns), dtype)), dtype)
 
 
 def of_fp8() -> Iterator[Pass]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from cuflash.plan.config import OF_RULES
+from cuflash.plan.config import OF_RULES, WIDEST
 from cuflash.plan.record import ANYTHING, PLAIN, Record, Word, one_of, records
 
 
@@ -89,6 +89,8 @@ FORWARD: tuple[Record[Sm90Tile], ...] = (
         Record(_FEW_64X64, _ANY_OF_ROWS, needs=(FEW_QUERIES,)),
         Record(_128X32, _OPTIONS, needs=(HEADS, PAGES)),
         Record(_128X64, _OPTIONS, needs=(HEADS,)),
+        Record(Sm90Tile(192, 112), PLAIN, needs=(PLAIN_SCORES,), most_columns=80),
+        Record(Sm90Tile(192, 96), PLAIN, needs=(PLAIN_SCORES,)),
         Record(replace(_128X128, early_eighths=2), PLAIN, needs=(PLAIN_SCORES,)),
         Record(Sm90Tile(192, 96), _SOFTCAP, needs=(BOUNDED,)),
         Record(_EXACT, _SOFTCAP, needs=(BOUNDED,)),
@@ -106,6 +108,7 @@ FORWARD: tuple[Record[Sm90Tile], ...] = (
         Record(_128X32, _OPTIONS, needs=(HEADS, PAGES)),
         Record(_128X64, _OPTIONS, needs=(HEADS,)),
         Record(Sm90Tile(192, 64), PLAIN, needs=(PLAIN_SCORES, NARROW_WINDOW)),
+        Record(Sm90Tile(192, 96), PLAIN, needs=(PLAIN_SCORES, MANY), most_columns=112),
         Record(Sm90Tile(192, 80), PLAIN, needs=(PLAIN_SCORES, MANY)),
         Record(_EXACT, PLAIN, needs=(PLAIN_SCORES, MANY, HEADS)),
         Record(_EXACT, PLAIN, needs=(PLAIN_SCORES, MANY, PAGES)),
@@ -141,9 +144,10 @@ FORWARD: tuple[Record[Sm90Tile], ...] = (
         Record(_128X64, PLAIN, needs=(COPIED_ROWS,)),
         Record(_128X64, PLAIN, needs=(HEADS, PAGES)),
         Record(_128X32, _OPTIONS, needs=(HEADS,)),
-        # A tile of 112 keys leaves no room to stage results: threads would store rows of heads element by element.
-        Record(_128X96, PLAIN, needs=(PLAIN_SCORES, HEADS)),
-        Record(Sm90Tile(128, 112), PLAIN, needs=(PLAIN_SCORES,)),
+        Record(Sm90Tile(192, 80), PLAIN, needs=(PLAIN_SCORES,), most_columns=144),
+        Record(Sm90Tile(192, 64), PLAIN, needs=(PLAIN_SCORES,), most_columns=160),
+        # A tile of 112 keys would leave no room to stage results.
+        Record(replace(_128X96, early_eighths=2), PLAIN, needs=(PLAIN_SCORES,)),
         Record(replace(_128X96, ping_pong=False), _SOFTCAP, needs=(BOUNDED,)),
         Record(Sm90Tile(128, 80), _SCORE),
         Record(_128X96, _DROPOUT),
@@ -179,3 +183,5 @@ FORWARD: tuple[Record[Sm90Tile], ...] = (
     ),
 )  # fmt: skip
 HEAD_DIMS = tuple(dict.fromkeys((line.head_dim, line.head_dim_v) for line in FORWARD))
+# Head dims that have lines of their own.
+OWN_COLUMNS = tuple(dict.fromkeys(line.most_columns for line in FORWARD if line.most_columns < WIDEST))

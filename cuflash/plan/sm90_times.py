@@ -27,9 +27,10 @@ class Times(NamedTuple):
     tile: float  # a tile of queries, besides its steps
 
 
-# These times are fitted to 2,000 times of 195 problems in CUDA graphs, drawn at random in log scale (batch 1 and 2, 1
-# to 32 heads, 512 to 16k queries and keys, full and causal), on an H200: half of them are within 4%, nine of ten within
-# 12%. Keys are head dim, block_m and block_n.
+# Those of head dims 64 and 128 are fitted to 2,000 times of 195 problems in CUDA graphs, drawn at random in log scale
+# (batch 1 and 2, 1 to 32 heads, 512 to 16k queries and keys, full and causal), on an H200: half of them are within 4%,
+# nine of ten within 12%. The others are fitted to some 90 problems each (batch 1 to 11, 1 to 45 heads, 90 to 23k
+# queries, 32 to 23k keys): half are within 2 to 6%, nine of ten within 9 to 23%. Keys are head dim, block_m, block_n.
 _MEASURED = {
     (64, 256, 64): Times(2.4, 1.044, 2.5),
     (64, 192, 128): Times(2.4, 1.472, 3.0),
@@ -38,6 +39,22 @@ _MEASURED = {
     (128, 128, 128): Times(1.1, 1.427, 3.9),
     (128, 192, 80): Times(-0.7, 1.310, 6.4),
     (128, 64, 64): Times(1.6, 0.631, 3.3),
+    (80, 128, 128): Times(3.9, 1.203, 1.8),
+    (80, 192, 112): Times(4.0, 1.355, 2.1),
+    (96, 128, 128): Times(4.1, 1.284, 1.8),
+    (96, 192, 96): Times(4.0, 1.258, 2.3),
+    (112, 128, 128): Times(3.7, 1.389, 1.8),
+    (112, 192, 80): Times(3.4, 1.154, 2.5),
+    (112, 192, 96): Times(3.6, 1.359, 2.6),
+    (144, 128, 96): Times(3.8, 1.239, 2.4),
+    (144, 192, 80): Times(3.2, 1.434, 3.2),
+    (160, 128, 96): Times(4.1, 1.284, 2.6),
+    (160, 192, 64): Times(3.1, 1.239, 3.7),
+    (176, 128, 96): Times(4.0, 1.416, 2.5),
+    (192, 128, 96): Times(3.8, 1.468, 2.4),
+    (208, 128, 64): Times(3.7, 1.102, 3.3),
+    (240, 128, 64): Times(3.0, 1.261, 3.5),
+    (256, 128, 64): Times(3.7, 1.300, 3.2),
 }
 # The steps of tiles that were not measured are predicted by the line through the two that were, of head dim 128, with
 # the fewest and the most operations: microseconds of any step, and operations per microsecond and multiprocessor.
@@ -63,8 +80,22 @@ class _Tile(_Kernel, Protocol):
     def num_heads(self, problem: AttentionProblem) -> int: ...
 
 
+def _flops(kernel: _Kernel, head_dim: int, head_dim_v: int) -> int:
+    return 2 * kernel.block_m * kernel.block_n * (head_dim + head_dim_v)
+
+
 def _known(kernel: _Kernel) -> Times | None:
-    return _MEASURED.get((kernel.head_dim, kernel.block_m, kernel.block_n))
+    """Return the times of the narrowest kernel with this tile that was timed and has room for the head dims.
+
+    A narrower one than that has less to multiply.
+    """
+    head_dim, head_dim_v, tile = kernel.head_dim, kernel.head_dim_v, (kernel.block_m, kernel.block_n)
+    timed = [d for d, *own in _MEASURED if tuple(own) == tile and d >= max(head_dim, head_dim_v)]
+    if not timed:
+        return None
+    times = _MEASURED[(min(timed), *tile)]
+    saved = _flops(kernel, min(timed), min(timed)) - _flops(kernel, head_dim, head_dim_v)
+    return times._replace(step=times.step - saved / _FLOPS)
 
 
 def is_timed(kernel: _Kernel) -> bool:
@@ -74,9 +105,8 @@ def is_timed(kernel: _Kernel) -> bool:
 
 def times_of(kernel: _Kernel) -> Times:
     """Times of a kernel: measured ones of its tile, or predicted ones."""
-    known = _known(kernel)
-    flops = 2 * kernel.block_m * kernel.block_n * (kernel.head_dim + kernel.head_dim_v)
-    return known or _OTHER._replace(step=_STEP + flops / _FLOPS)
+    flops = _flops(kernel, kernel.head_dim, kernel.head_dim_v)
+    return _known(kernel) or _OTHER._replace(step=_STEP + flops / _FLOPS)
 
 
 def tile_us(kernel: _Tile) -> float:

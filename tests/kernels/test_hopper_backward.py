@@ -105,6 +105,17 @@ def test_head_dims(head_dims: tuple[int, int], causal: bool) -> None:
     both(*inputs(*head_dims), causal=causal)
 
 
+@pytest.mark.parametrize("head_dims", [(8, 8), (72, 72), (104, 104), (136, 136), (184, 24), (24, 184), (200, 232)])
+@pytest.mark.parametrize("deterministic", [False, True], ids=["free", "in order"])
+def test_kernels_have_the_columns_of_their_own_head_dims(head_dims: tuple[int, int], deterministic: bool) -> None:
+    both(*inputs(*head_dims), causal=True, deterministic=deterministic)
+    entries = sm90_backward_tiles.NARROW, sm90_backward_tiles.WIDE
+    kernels = [x.kernel for x in launch._launches.values() if x.kernel.entry in entries]
+    fewest = 32 if max(head_dims) <= 128 else hardware.PANEL
+    own = tuple(max(hardware.whole_steps(d), fewest) for d in head_dims)
+    assert {(kernel.config.head_dim, kernel.config.head_dim_v) for kernel in kernels} == {own}
+
+
 SPLITS: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {
     # The sizes are (seqlen_q, seqlen_k, num_heads_q, num_heads_kv).
     "heads": ((150, 70, 6, 2), {}),

@@ -15,6 +15,7 @@ from cpu_device import device, hook
 from devices import Device
 
 import cuflash
+from cuflash import hardware
 from cuflash.gpu import launch
 from cuflash.gpu import sm90 as gpu_sm90
 from cuflash.plan import decode, listing, sm90_forward, sm90_grid, sm90_listing, sm90_tiles, sm90_times
@@ -101,6 +102,13 @@ def both(
 def test_head_dims(place: Device, head_dims: tuple[int, int], causal: bool) -> None:
     head_dim, head_dim_v = head_dims
     both(place, *inputs(head_dim, head_dim_v), causal=causal)
+
+
+@pytest.mark.parametrize("head_dims", [(8, 8), (72, 72), (104, 104), (136, 136), (160, 160), (184, 24), (200, 232)])
+def test_kernels_have_the_columns_of_their_own_head_dims(place: Device, head_dims: tuple[int, int]) -> None:
+    both(place, *inputs(*head_dims), causal=True)
+    configs = [x.kernel.config for x in launch._launches.values() if x.kernel.entry == sm90_tiles.ENTRY]
+    assert {(config.head_dim, config.head_dim_v) for config in configs} == {tuple(map(hardware.whole_steps, head_dims))}
 
 
 OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {

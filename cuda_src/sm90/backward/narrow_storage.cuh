@@ -33,6 +33,7 @@ struct SharedStorage {
 };
 static_assert(BLOCK_N == CONSUMERS * ROWS_OF_WARPGROUP, "a warpgroup has 64 keys");
 static_assert(DQ_PIECES == CONSUMERS, "a warpgroup has a piece of dq");
+static_assert(DQ_COLUMNS * sizeof(float) >= ROW_BYTES, "a warp's part of dq has room for rows of dk and dv");
 
 using DsRing = Ring<DS_STAGES, DS_BYTES>;
 using DqRing = Ring<DQ_STAGES, DQ_BYTES>;

@@ -283,11 +283,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_sm90_dq(const __g
     for (int r = 0; r < 2; r++) {
       const int row = first_row + warp_row() + fragment_row() + 8 * r;
 #pragma unroll
-      for (int group = 0; group < DQ_COLUMNS / 32; group++) {
+      for (int group = 0; group < ceil_div(DQ_COLUMNS, 32); group++) {  // the last group may be a half
         u32 words[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-          const float4 x = dq[4 * group + i];
+          const int block = 4 * group + i;
+          const float4 x = block < DQ_COLUMNS / 8 ? dq[block] : float4{};
           words[i] = row >= used ? 0 : packed(Element(), (r == 0 ? x.x : x.z) * scale, (r == 0 ? x.y : x.w) * scale);
         }
         transpose_quad(words);

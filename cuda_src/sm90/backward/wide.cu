@@ -81,12 +81,13 @@ struct Rings {
         added(shared.dq_steps, shared.added_barriers) {}
 };
 
-// Gradient is 64 rows of dk or dv in pieces of WIDTH columns: products of 256 columns take more registers than a thread
-// has when it is launched.
+// Gradient is 64 rows of dk or dv in pieces of WIDTH columns and one of REST: products of 256 columns take more
+// registers than a thread has when it is launched.
 template <int COLUMNS>
 struct Gradient {
-  static constexpr int WIDTH = COLUMNS % 128 == 0 ? 128 : PANEL, PIECES = COLUMNS / WIDTH;
-  float x[PIECES][WIDTH / 2];  // the thread's fragment of each piece
+  static constexpr int WIDTH = COLUMNS % 128 == 0 ? 128 : PANEL, PIECES = COLUMNS / WIDTH, REST = COLUMNS % WIDTH;
+  float x[PIECES][WIDTH / 2];            // the thread's fragment of each piece
+  float rest[REST == 0 ? 1 : REST / 2];  // and of the last one, where it is narrower
 
   DEVICE Gradient() {
 #pragma unroll
@@ -94,6 +95,8 @@ struct Gradient {
 #pragma unroll
       for (float& e : piece) e = 0;
     }
+#pragma unroll
+    for (float& e : rest) e = 0;
   }
   // add() starts to add factor b over the BLOCK_M rows of b.
   DEVICE void add(u32 (&factor)[FRAGMENT / 2], u32 b) {
@@ -101,22 +104,28 @@ struct Gradient {
     for (int piece = 0; piece < PIECES; piece++) {
       add_product<BLOCK_M>(x[piece], factor, b + piece * (WIDTH / PANEL) * BLOCK_M * ROW_BYTES);
     }
+    if constexpr (REST > 0) {
+      add_product<BLOCK_M>(rest, factor, b + PIECES * (WIDTH / PANEL) * BLOCK_M * ROW_BYTES);
+    }
   }
   // wait() waits for the sums, and write() is the epilogue.
   DEVICE void wait() {
     ptx::wgmma_wait_group<0>();
 #pragma unroll
     for (auto& piece : x) keep(piece);
+    if constexpr (REST > 0) keep(rest);
   }
   DEVICE void write(const AttentionParams& p, const KeyWork& work, const Tensor<Element>& to, int head_dim, float scale,
                     void* staging) const {
     if (to.data == nullptr) return;
     const float factor[2] = {scale, scale};
-#pragma unroll
-    for (int piece = 0; piece < PIECES; piece++) {
-      write_results(p, to, work, piece * WIDTH, work.tile * BLOCK_N + warp_row(), head_dim, x[piece], factor,
+    const auto write_piece = [&](int piece, const auto& own) {
+      write_results(p, to, work, piece * WIDTH, work.tile * BLOCK_N + warp_row(), head_dim, own, factor,
                     static_cast<unsigned char*>(staging));
-    }
+    };
+#pragma unroll
+    for (int piece = 0; piece < PIECES; piece++) write_piece(piece, x[piece]);
+    if constexpr (REST > 0) write_piece(PIECES, rest);
   }
 };
 
