@@ -381,6 +381,10 @@ DEVICE int column_of(int e) {
   return MULTIPLIES_CODES ? e / 8 * 16 + lane() % 4 * 4 + e / 4 % 2 * 2 + e % 2 : fragment_column() + column_offset(e);
 }
 
+// restore_channels() does nothing, as channels have no factors here.
+template <class... Arguments>
+DEVICE void restore_channels(Arguments&&...) {}
+
 // write_results() writes the fragments of a warp, one below the other, times their units.
 template <class T, int FRAGMENTS, int N>
 DEVICE void write_results(const Units (&units)[FRAGMENTS], const T&, int, Result* data, i64 row_stride, int row,

@@ -371,6 +371,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     if (!__syncthreads_or(zero != 0)) break;
   }
 
+  const int first_column = threadIdx.x / WARP % KEY_WARPS * WARP_COLUMNS;
+#pragma unroll
+  for (auto& fragment : out) restore_channels(fragment, p, shared.work, Operand::DOUT, first_column);
   if constexpr (SPLITS_WARPS) {
     write_warps(p, shared, softmax[0], units[0], out[0]);
   } else {

@@ -284,10 +284,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     if constexpr (OF_KEYS) {
       const Accum kept = HAS_DROPOUT ? static_cast<Accum>(p.dropout_rescale) : 1, by_kept[2] = {kept, kept};
       if (COMPUTES_DK && p.dk.data != nullptr) {
+        restore_channels(gradient[f], p, work, Operand::K, own_dim);
         write_in_units(units[f], p.dk.at(batch, s.row_k, work.head) + own_dim, p.dk.row_stride, row, len, num_rows,
                        p.head_dim - own_dim, gradient[f], by_scale);
       }
       if (COMPUTES_DV && p.dv.data != nullptr) {
+        restore_channels(gradient_v[f], p, work, Operand::V, own_dim);
         write_in_units(units_v[f], p.dv.at(batch, s.row_k, work.head) + own_dim, p.dv.row_stride, row, len, num_rows,
                        p.head_dim_v - own_dim, gradient_v[f], by_kept);
       }
@@ -311,6 +313,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
         }
       }
       if (p.dq.data != nullptr) {
+        restore_channels(gradient[f], p, work, Operand::Q, own_dim);
         write_in_units(units[f], p.dq.at(batch, s.row_q, work.head) + own_dim, p.dq.row_stride, row, len, num_rows,
                        p.head_dim - own_dim, gradient[f], by_scale);
       }

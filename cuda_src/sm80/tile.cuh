@@ -385,7 +385,8 @@ DEVICE Rows chunk_of(Rows rows, int number) {
   return rows;
 }
 
-// Factors, take_scores(), take_values() and Units do nothing here: elements that are used as they lie have no factors.
+// Factors, take_scores(), take_values(), Units and restore_channels() do nothing here: elements that are used as they
+// lie have no factors.
 template <int, int>
 struct Factors {
   template <class Source>
@@ -404,6 +405,8 @@ struct Units {
   }
   DEVICE Accum at(int) const { return 1; }
 };
+template <class... Arguments>
+DEVICE void restore_channels(Arguments&&...) {}
 // column_of() is where element e of a result stands.
 DEVICE int column_of(int e) { return fragment_column() + column_offset(e); }
 

@@ -1,5 +1,4 @@
-// split_channels finds the factors of channels (channels.cuh) before the operands are split, and scale_results
-// multiplies results and gradients by them.
+// This kernel finds the factors of channels (channels.cuh) before the operands are split (rows.cu).
 //
 // A channel's factor follows from the mean exponent of its elements in the rows of q (or v) that are in use. Few rows
 // with extreme numbers hardly move it, nor do rows that have the same number in all channels. Where the means are
@@ -121,45 +120,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   if (threadIdx.x >= COLUMNS) return;
 #pragma unroll
   for (const ChannelRange& of_warp : shared.ranges) range.take(of_warp);
+  const bool any = range.most_rows >= FEWEST_ROWS && range.largest - range.smallest > SPREAD;
   int shift = 0;
-  if (of_channel.count > 0 && range.most_rows >= FEWEST_ROWS && range.largest - range.smallest > SPREAD) {
+  if (any && of_channel.count > 0) {
     shift = larger(mean - range.largest, larger(-MOST_SHIFT, of_channel.top - LARGEST_EXPONENT));
   }
   const Channels which = of_keys ? Channels::OF_KEYS : Channels::OF_VALUES;
-  channel_factors(operands, space, blockIdx.x, which)[threadIdx.x] =
-      __uint_as_float((EXPONENT_OF_1 + smaller(shift, 0)) << MANTISSA_BITS);
-}
-
-// scale_rows() multiplies the rows of a result in place; INVERSE: by the inverses of the factors.
-template <bool INVERSE>
-DEVICE void scale_rows(const AttentionParams& p, const SplitOperands& operands, u8* space, const Tensor<float>& x,
-                       int rows, int heads, int columns, Channels which) {
-  const int batch_head = blockIdx.x, batch = batch_head / heads, head = batch_head % heads;
-  if (x.data == nullptr || batch_head >= heads * (p.cu_seqlens_q == nullptr ? p.batch : 1)) return;
-  const i64 head_kv = static_cast<i64>(batch) * p.num_heads_kv + head / (heads / p.num_heads_kv);
-  const float* factors = channel_factors(operands, space, head_kv, which);
-  const int column = threadIdx.x % COLUMNS;
-  const float factor = column < columns ? factors[column] : 1;
-  // Most heads have no factors, and their results are not touched.
-  if (!__syncthreads_or(factor != 1) || factor == 1) return;
-  const float by = INVERSE ? inverse_of(factor) : factor;
-  const int first = blockIdx.y * (THREADS / COLUMNS) + threadIdx.x / COLUMNS;
-  for (int row = first; row < rows; row += gridDim.y * (THREADS / COLUMNS)) {
-    float& one = x.at(batch, row, head)[column];
-    one = ptx::multiply(one, by);
-  }
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS)
-    scale_results(const AttentionParams p, const SplitOperands operands, u8* space) {
-  if constexpr (!IS_BACKWARD) {  // out = p v, of which v was divided
-    const auto& out = reinterpret_cast<const Tensor<float>&>(p.out);
-    scale_rows<false>(p, operands, space, out, p.seqlen_q, p.num_heads_q, p.head_dim_v, Channels::OF_VALUES);
-  } else if (blockIdx.z == 0) {  // dq = ds k, of which k was multiplied
-    scale_rows<true>(p, operands, space, p.dq, p.seqlen_q, p.num_heads_q, p.head_dim, Channels::OF_KEYS);
-  } else if (blockIdx.z == 1) {  // dk = ds q, of which q was divided
-    scale_rows<false>(p, operands, space, p.dk, p.seqlen_k, p.num_heads_kv, p.head_dim, Channels::OF_KEYS);
-  } else {  // dv = p dout, of which dout was multiplied
-    scale_rows<true>(p, operands, space, p.dv, p.seqlen_k, p.num_heads_kv, p.head_dim_v, Channels::OF_VALUES);
-  }
+  float* factors = channel_factors(operands, space, blockIdx.x, which);
+  factors[threadIdx.x] = __uint_as_float((EXPONENT_OF_1 + smaller(shift, 0)) << MANTISSA_BITS);
+  if (threadIdx.x == 0) has_factors(operands, factors) = any;
 }

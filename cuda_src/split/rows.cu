@@ -19,7 +19,7 @@ constexpr u32 TOP_EXPONENT = 14;  // the exponent that the largest element of a 
 constexpr float CUT_OFF = 0x1.ffcp-26f;
 
 // split_row() splits one row of an operand; OF_K: it is k or v. LANES lanes share a row, and a thread block has
-// ROWS_OF_BLOCK. The channels of q and v are divided by their factors, those of k and dout multiplied.
+// ROWS_OF_BLOCK.
 template <bool OF_K>
 DEVICE void split_row(const AttentionParams& p, const SplitOperands& operands, u8* space,
                       const Tensor<const float>& from, const SplitTensor& to, int head_dim, Channels which,
@@ -31,26 +31,32 @@ DEVICE void split_row(const AttentionParams& p, const SplitOperands& operands, u
   if (batch_head >= num_batch_heads) return;
   const int batch = batch_head / heads, head = batch_head % heads, lane = threadIdx.x % LANES;
   const int source = row < to.rows ? source_row<OF_K>(p, batch, row) : -1;
+  const float* data = from.at(batch, source < 0 ? 0 : source, head);
+
+  const i64 head_kv = static_cast<i64>(batch) * p.num_heads_kv + head / (heads / p.num_heads_kv);
+  const bool has_channels = have_factors(operands);
+  const float* channels = channel_factors(operands, space, head_kv, which);
+  Vector x[VECTORS];
+#pragma unroll
+  for (int i = 0; i < VECTORS; i++) {
+    const int column = (i * LANES + lane) * VECTOR;
+    x[i] = read_vector(data + column, source >= 0 ? head_dim - column : 0);
+  }
+  if (blockIdx.x + blockIdx.y + threadIdx.x == 0) *reinterpret_cast<SplitOperands*>(space) = operands;
   if (with_lse && lane == 0 && row < to.factor_rows) {
     const float lse = source < 0 ? -infinity() : *p.lse.at(batch, source, head);
     *operands.lse_at(space, batch_head, row) = lse == -infinity() ? infinity() : lse;
     *operands.delta_at(space, batch_head, row) = source < 0 ? 0 : *p.delta.at(batch, source, head);
   }
-  const float* data = from.at(batch, source < 0 ? 0 : source, head);
-
-  const i64 head_kv = static_cast<i64>(batch) * p.num_heads_kv + head / (heads / p.num_heads_kv);
-  const bool is_divided = OF_K == (which == Channels::OF_VALUES);
-  const float* channels = channel_factors(operands, space, head_kv, which);
-  Vector x[VECTORS];
   u32 largest = 0;
 #pragma unroll
   for (int i = 0; i < VECTORS; i++) {
-    const int column = (i * LANES + lane) * VECTOR;
-    x[i] = read_vector(data + column, source >= 0 ? head_dim - column : 0);
+    if (has_channels) {
+      const Vector factors = *reinterpret_cast<const Vector*>(channels + (i * LANES + lane) * VECTOR);
 #pragma unroll
-    for (int e = 0; HAS_CHANNELS && e < VECTOR; e++) {
-      const float factor = channels[column + e];
-      x[i].e[e] = ptx::multiply(x[i].e[e], is_divided ? inverse_of(factor) : factor);
+      for (int e = 0; e < VECTOR; e++) {
+        x[i].e[e] = ptx::multiply(x[i].e[e], is_divided(OF_K, which) ? inverse_of(factors.e[e]) : factors.e[e]);
+      }
     }
 #pragma unroll
     for (int e = 0; e < VECTOR; e++) {
@@ -107,7 +113,6 @@ DEVICE void split_row(const AttentionParams& p, const SplitOperands& operands, u
 // split_rows splits rows of one operand: blockIdx.x counts groups of rows over all batch_heads.
 extern "C" __global__ void __launch_bounds__(THREADS)
     split_rows(const AttentionParams p, const SplitOperands operands, u8* space) {
-  if (blockIdx.x + blockIdx.y + threadIdx.x == 0) *reinterpret_cast<SplitOperands*>(space) = operands;
   switch (blockIdx.y) {
     case 0:
       return split_row<false>(p, operands, space, p.q, operands.q, p.head_dim, Channels::OF_KEYS, false);

@@ -3,6 +3,7 @@
 // forward.cuh, gradients.cuh and bias.cuh in place of half_tile.cuh; split/rows.cu prepares the operands.
 #include "factors.cuh"
 #include "layout.cuh"
+#include "result_channels.cuh"
 #include "../fragment/softmax_fragment.cuh"
 #include "../sm80/tile.cuh"
 
@@ -125,6 +126,17 @@ struct Units {
   // at() is the factor, perhaps a subnormal, by which a row of the sum is to be multiplied.
   DEVICE float at(int r) const { return ptx::multiply(unit[r], 1 / (WEIGHT_TOP * TOP)); }
 };
+
+// restore_channels() multiplies a fragment of a result, of the shape of `operand`, back from column `first` on.
+template <int N>
+DEVICE void restore_channels(float (&x)[N], const AttentionParams& p, const Work& work, Operand operand, int first) {
+  const bool of_k = operand == Operand::K || operand == Operand::V;
+  const Channels which = operand == Operand::Q || operand == Operand::K ? Channels::OF_KEYS : Channels::OF_VALUES;
+  const int head_kv = of_k ? work.head : work.head / group_size(p);
+  const float* factors = result_factors(*reinterpret_cast<const SplitOperands*>(p.work_space), p.work_space,
+                                        batch_of(p, work.sequence) * p.num_heads_kv + head_kv, which);
+  restore_channels(x, factors == nullptr ? nullptr : factors + first, is_divided(of_k, which));
+}
 
 // column_of() is where element e of a result stands.
 DEVICE int column_of(int e) { return fragment_column() + column_offset(e); }

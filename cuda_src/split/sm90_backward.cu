@@ -9,6 +9,7 @@ constexpr int PAIR = 1, KEY_WARPS = 1;  // there are no clusters, and each warp 
 #include "../sm90/hidden_values.cuh"
 #include "factors.cuh"
 #include "layout.cuh"
+#include "result_channels.cuh"
 #include "sm90_products.cuh"
 #include "../fragment/score_gradient.cuh"
 
@@ -276,15 +277,21 @@ DEVICE void consume(const AttentionParams& p, const SplitOperands& operands, u8*
     // The epilogue. Weights and what they were multiplied with both stand TOP too high; subnormals are kept, as scales
     // may be tiny.
     const auto lowered = [](float unit) { return ptx::multiply(unit, 1 / (TOP * TOP)); };
+    const i64 batch_head_kv = OF_KEYS ? batch_head : batch * p.num_heads_kv + work.head / group_size(p);
+    const auto restore = [&](auto& x, Channels which) {
+      restore_channels(x, result_factors(operands, space, batch_head_kv, which), is_divided(OF_KEYS, which));
+    };
     const float by_scale[2] = {scale, scale}, lowered_unit[2] = {lowered(unit[0]), lowered(unit[1])};
     if constexpr (OF_KEYS) {
       const float kept = HAS_DROPOUT ? static_cast<float>(p.dropout_rescale) : 1, by_kept[2] = {kept, kept};
       const float lowered_unit_v[2] = {lowered(unit_v[0]), lowered(unit_v[1])};
       if (COMPUTES_DK && p.dk.data != nullptr) {
+        restore(gradient, Channels::OF_KEYS);
         write_wide_fragment(p.dk.at(batch, s.row_k, work.head), p.dk.row_stride, row, s.len_k, s.rows_k, p.head_dim,
                             gradient, by_scale, lowered_unit);
       }
       if (COMPUTES_DV && p.dv.data != nullptr) {
+        restore(gradient_v, Channels::OF_VALUES);
         write_wide_fragment(p.dv.at(batch, s.row_k, work.head), p.dv.row_stride, row, s.len_k, s.rows_k, p.head_dim_v,
                             gradient_v, by_kept, lowered_unit_v);
       }
@@ -298,6 +305,7 @@ DEVICE void consume(const AttentionParams& p, const SplitOperands& operands, u8*
         }
       }
       if (p.dq.data != nullptr) {
+        restore(gradient, Channels::OF_KEYS);
         write_wide_fragment(p.dq.at(batch, s.row_q, work.head), p.dq.row_stride, row, s.len_q, s.rows_q, p.head_dim,
                             gradient, by_scale, lowered_unit);
       }

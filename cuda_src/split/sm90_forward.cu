@@ -5,6 +5,7 @@
 #include "../sm90/hidden_values.cuh"
 #include "factors.cuh"
 #include "layout.cuh"
+#include "result_channels.cuh"
 #include "sm90_products.cuh"
 #include "softmax.cuh"
 
@@ -228,10 +229,13 @@ struct Consumer {
 };
 
 // write_tile() is the epilogue: it normalises O and writes it with lse.
-DEVICE void write_tile(const Consumer& tile, i64 batch, float scale, const ScoreFactors& factors_of_rows) {
+DEVICE void write_tile(const Consumer& tile, const SplitOperands& operands, u8* space, i64 batch, float scale,
+                       const ScoreFactors& factors_of_rows) {
   const AttentionParams& p = tile.p;
   const Sequence& s = tile.work.sequence;
   const int head = tile.work.head;
+  const float* factors =
+      result_factors(operands, space, batch * p.num_heads_kv + head / group_size(p), Channels::OF_VALUES);
   float inverse[2], lse[2];
   tile.softmax.finish(scale, factors_of_rows, p.sink == nullptr ? -infinity() : p.sink[head], inverse, lse);
   rescale_kept(p, inverse);
@@ -240,6 +244,7 @@ DEVICE void write_tile(const Consumer& tile, i64 batch, float scale, const Score
     const float own = lane() % 4 == 0 ? lse[0] : lse[1];
     if (i < s.rows_q) *p.lse.at(batch, s.row_q + i, head) = i < s.len_q ? own : -infinity();
   }
+  restore_channels(tile.held.out, factors, is_divided(false, Channels::OF_VALUES));
   write_wide_fragment(p.out.at(batch, s.row_q, head), p.out.row_stride, tile.row, s.len_q, s.rows_q, p.head_dim_v,
                       tile.held.out, inverse, tile.softmax.unit);
 }
@@ -281,7 +286,8 @@ DEVICE void consume(const AttentionParams& p, const SplitOperands& operands, u8*
       while (!tile.blocks.done()) tile.step<false>(tile.needs_mask());
       tile.finish();
     }
-    write_tile(tile, batch, scale, ScoreFactors(row_factor(0), row_factor(1)));  // read again: registers are scarce
+    // The factors of rows are read again, because registers are scarce.
+    write_tile(tile, operands, space, batch, scale, ScoreFactors(row_factor(0), row_factor(1)));
     __syncwarp();
     rings.work.release();
   }

@@ -101,7 +101,6 @@ def _run_forward(work: Work, *plans: Plan, is_alike: bool = False, entry: str = 
     gpu_split.split(work, kernel.config)
     num_splits = splits[kernel.config]
     key_splits.run(work, kernel, num_splits, merges_by_rows(problem, num_splits))
-    gpu_split.scale(work, kernel.config, {"out": work.arrays["out"]})
     return True
 
 

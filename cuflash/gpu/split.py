@@ -28,16 +28,15 @@ from cuflash.plan import split as plan_split
 from cuflash.plan.entries import file_of, key_results
 from cuflash.problem.attention_problem import Array, AttentionProblem
 
-ROWS, CHANNELS, SCALES = "split_rows", "split_channels", "scale_results"
+ROWS, CHANNELS = "split_rows", "split_channels"
 PartsConfig = plan_split.SplitConfig | sm80_wide.WideConfig
 _SPACE_WORD = word_of("work_space")
 # These are numbers of split/rows.cu and split/channels.cu.
 _THREADS = 256  # threads of a thread block
-_TABLES = 2  # of factors of channels: those of q and k, and those of v and dout
-_BLOCKS_OF_SM = 8  # thread blocks of a multiprocessor that multiply results, most of which have nothing to do
 _VECTOR = 4  # elements of a vector
 _LANES = 32  # most lanes of a row
 _COLUMN_CLASSES = (64, 128, 256)
+_TABLES = "key_channels", "value_channels"  # factors of channels, as members of OPERANDS
 # The factors of a tile of keys are copied as a whole, so their rows are padded to a multiple of this number.
 _FACTOR_ROWS = 128
 
@@ -77,10 +76,13 @@ class WorkSpace:
             operands["lse"], operands["delta"] = size, size + vector_bytes
             size += 2 * vector_bytes
         count = batch_heads(problem, problem.num_heads_kv)
-        operands["channels"] = size
-        size += whole_rows(count * _TABLES * _columns(config) * FLOAT_BYTES)
-        self.channels_grid = (count, _TABLES)
-        self.num_sms = device.num_sms
+        if _has_channels(problem):
+            columns = _columns(config)
+            operands["channel_columns"] = columns
+            for name in _TABLES:
+                operands[name] = size
+                size += whole_rows(count * (columns + _VECTOR) * FLOAT_BYTES)
+        self.channels_grid = (count, len(_TABLES))
         self.size = size
         self.operands = operands.view(f"V{OPERANDS.dtype.itemsize}")
         self.grid = (blocks, len(tensors))
@@ -129,10 +131,9 @@ class OnOperands(ExtraArguments):
 
 @dataclass(frozen=True)
 class OfWorkSpace(WithoutTiles):
-    """A kernel that fills the work space, or that reads factors there."""
+    """A kernel that fills the work space."""
 
     config: PartsConfig
-    has_channels: bool = True  # channels have factors
     threads = _THREADS
 
     def grid_of(self, problem: AttentionProblem, space: WorkSpace) -> tuple[int, ...]:
@@ -151,9 +152,6 @@ class OfWorkSpace(WithoutTiles):
         constants = gpu_portable.constants_of_sums(self.config) | {
             "columns": _columns(self.config),
             "threads": self.threads,
-            "tables": _TABLES,
-            "has_channels": self.has_channels,
-            "is_backward": _is_backward(self.config),
         }
         return load(file_of(self.entry), self.entry, constants, device)
 
@@ -166,23 +164,13 @@ class FindChannels(OfWorkSpace):
         return space.channels_grid
 
 
+@dataclass(frozen=True)
 class Split(OfWorkSpace):
     """The kernel that splits operands into parts."""
 
     def grid_of(self, problem: AttentionProblem, space: WorkSpace) -> tuple[int, ...]:
         """Return groups of rows of each operand."""
         return space.grid
-
-
-class ScaleResults(OfWorkSpace):
-    """The kernel that multiplies results, or gradients, by the factors of their channels."""
-
-    def grid_of(self, problem: AttentionProblem, space: WorkSpace) -> tuple[int, ...]:
-        """Return thread blocks of each head of each array, which share its rows."""
-        heads, arrays = batch_heads(problem, problem.num_heads_q), 3 if _is_backward(self.config) else 1
-        at_once = _THREADS // _columns(self.config)
-        blocks = math.ceil(max(problem.seqlen_q, problem.seqlen_k) / at_once)
-        return heads, max(min(blocks, space.num_sms * _BLOCKS_OF_SM // (heads * arrays)), 1), arrays
 
 
 @dataclass(frozen=True)
@@ -234,7 +222,6 @@ def forward(work: Work) -> bool:
     if kernel is None:
         return False
     work.run(kernel, split(work, kernel.config))
-    scale(work, kernel.config, {"out": work.arrays["out"]})
     return True
 
 
@@ -252,15 +239,12 @@ def run_passes(work: Work, with_dlse: Arrays, grads: Arrays, kernels: Sequence[K
     gpu_portable.delta(work, with_dlse)
     work.arrays |= gpu_portable.rows_of_slopes(work, grads)
     arrays: Arrays = {}
-    last: Any = None  # the configuration of the last kernel that ran, whose work space this is
     for kernel in kernels:
         names = key_results(kernel.entry) or ("dq",)
         wanted = {name: grads[name[1:]] for name in names if name[1:] in grads}
         if wanted or (not kernel.of_keys and "dslope_rows" in work.arrays):
             arrays = arrays or split(work, kernel.config)
             work.run(kernel, arrays | wanted)
-            last = kernel.config
-    scale(work, last, {f"d{name}": x for name, x in grads.items() if name in ("q", "k", "v")})
     return {name: x for name, x in grads.items() if name not in ("q", "k", "v")}
 
 
@@ -276,15 +260,8 @@ def split(work: Work, config: Any) -> Arrays:
         has_channels = _has_channels(work.problem)
         if has_channels:
             work.run(FindChannels(CHANNELS, config), work.arrays)
-        work.run(Split(ROWS, config, has_channels), work.arrays)
+        work.run(Split(ROWS, config), work.arrays)
     return work.arrays
-
-
-def scale(work: Work, config: Any, results: Arrays) -> None:
-    """Multiply the channels of results by their factors, where a kernel has computed these of operands in parts."""
-    if getattr(config, "parts", 0) and _has_channels(work.problem):
-        others = {name: x for name, x in work.arrays.items() if name in ("work_space", "cu_seqlens_q", "cu_seqlens_k")}
-        work.run(ScaleResults(SCALES, config), others | results)
 
 
 def _has_channels(problem: AttentionProblem) -> bool:

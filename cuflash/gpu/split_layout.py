@@ -29,6 +29,8 @@ OPERANDS = Struct(
         Member("dout", TENSOR.name, TENSOR.dtype, "dout, lse and delta are of the backward pass alone"),
         Member("lse", "i64", _I8, "where it begins, in bytes"),
         Member("delta", "i64", _I8, "likewise"),
-        Member("channels", "i64", _I8, "where the factors of channels begin, in bytes"),
+        Member("key_channels", "i64", _I8, "where the factors of channels of q and k begin; 0 if channels have none"),
+        Member("value_channels", "i64", _I8, "likewise of v and dout"),
+        Member("channel_columns", "i64", _I8, "channels of a head that have factors"),
     ],
 )

@@ -40,7 +40,6 @@ _FILES = {
     "backward_sm90_dq": "sm90/backward/rows",
     "split_rows": "split/rows",
     "split_channels": "split/channels",
-    "scale_results": "split/channels",
     "split_forward": "split/sm90_forward",
     **{f"split_{name}": "split/sm90_backward" for name in ("dq", "dkv", "dk", "dv")},
 }

@@ -47,7 +47,7 @@ def texts() -> Iterator[tuple[str, str]]:
                 constants = source.constants_text({**kernels._SHARED, **kernels.constants_of(config)})
                 yield header, constants + source.inlined(" ".join((header, *bound)), headers)
     # The kernels that split operands have the constants of any configuration, and these.
-    own_constants = {"columns": 64, "threads": 256, "tables": 2, "has_channels": True, "is_backward": True}
+    own_constants = {"columns": 64, "threads": 256}
     of_split = {**kernels._SHARED, **kernels.constants_of(config), **own_constants}
     for header in ("split/channels.cuh", "split/source_row.cuh"):
         left.discard(header)

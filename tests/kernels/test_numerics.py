@@ -11,7 +11,7 @@ import devices
 import numpy as np
 import pytest
 import tolerance
-from cases import DTYPES, Case, accum_dtype, gaussian, gaussian_case, np_dtype
+from cases import DTYPES, Case, accum_dtype, gaussian, gaussian_case, np_dtype, same_bits
 from cpu_device import device as cpu_device
 from cpu_device import hook
 from devices import Device
@@ -81,8 +81,94 @@ def test_channels_that_balance(architecture: str, dims: tuple[int, int], monkeyp
         found, exact = on_device.backward(out, lse), case.reference_backward()
         pairs = [(out, case.reference_forward()[0]), *((found[name], exact[name]) for name in ("q", "k", "v"))]
         for x, y in pairs:
-            error, size = (np.abs(z).max(axis=(0, 1, 2)) for z in (x - y, y))
-            assert (error <= 32 * np.finfo(np.float32).eps * size).all()
+            assert_channels_are_exact(x, y, axis=(0, 1, 2))
+
+
+def assert_channels_are_exact(found: Array, exact: Array, axis: tuple[int, ...]) -> None:
+    """Assert that errors are small against the largest number along `axis`, which lets channels stand apart."""
+    error, size = (np.abs(x).max(axis=axis) for x in (found - exact, exact))
+    assert (error <= 32 * np.finfo(np.float32).eps * size).all()
+
+
+def balanced_heads(
+    seed: int,
+    dims: tuple[int, int],
+    heads: tuple[int, int] = (4, 2),
+    seqlens: tuple[int, int] = (100, 130),
+    packed: bool = False,
+    **options: Any,
+) -> Case:
+    """Make a case in which the channels of each KV head balance in a way of their own.
+
+    Those of the last head are ordinary. Packed, two sequences have the same heads.
+    """
+    case = gaussian_case(seed, "float32", seqlens, heads, dims, 1 if packed else 2, **options)
+    rng = np.random.default_rng(seed)
+    of_keys, of_values = (rng.uniform(-4, 4, (len(case.q), 1, heads[1], dim)) for dim in dims)
+    of_keys[-1, :, -1], of_values[-1, :, -1] = 0, 0
+    exponents = {"q": -of_keys, "k": of_keys, "v": of_values, "dout": -of_values}
+    inputs = {}
+    for name, exponent in exponents.items():
+        x = getattr(case, name)
+        inputs[name] = (x * 10.0 ** np.repeat(exponent, x.shape[2] // heads[1], axis=2)).astype(np.float32)
+    if not packed:
+        return case.with_inputs(**inputs)
+    cu_seqlens = [np.array([0, rows // 3, rows], np.int32) for rows in seqlens]
+    packed_inputs = {name: x[0] for name, x in inputs.items()}
+    return replace(case.with_inputs(**packed_inputs, dlse=case.dlse[0]), cu_seqlens=tuple(cu_seqlens))
+
+
+@pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 72), (256, 256)], ids=str)
+@pytest.mark.parametrize("heads", [(4, 2), (3, 1)], ids=str)
+@pytest.mark.parametrize("options", [{"causal": True}, {"packed": True}], ids=str)
+def test_every_head_has_its_own_channels(
+    architecture: str,
+    dims: tuple[int, int],
+    heads: tuple[int, int],
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A kernel multiplies its results by the factors of their own KV head, also if few gradients are wanted."""
+    case = balanced_heads(3, dims, heads, **options)
+    with float32_kernels(architecture, monkeypatch) as device:
+        on_device = case.on(device)
+        out, lse = on_device.forward()
+        grads = on_device.backward(out, lse)
+        some = [on_device.backward(out, lse, grads=names) for names in (("q",), ("k",), ("v",), ("q", "v"))]
+    exact = {"out": case.reference_forward()[0], **case.reference_backward()}
+    for name, x in {"out": out, **grads}.items():
+        assert_channels_are_exact(x, exact[name], axis=(-3,))
+    for each in some:
+        for name, x in each.items():
+            assert x is None or same_bits(x, grads[name])
+
+
+@pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
+def test_channels_of_splits_of_the_keys() -> None:
+    """Each split's result is multiplied by the factors, so that what is merged needs them no more."""
+    case = balanced_heads(4, (64, 96), seqlens=(20, 700))
+    devices.forget_launches()
+    with hook.kernels_on(cpu_device.CpuDevice((8, 0), num_sms=40)):
+        out, lse = case.on(HOST).forward()
+    entries = {x.kernel.entry for x in launch._launches.values()}
+    assert "parts_forward" in entries and entries & {"merge_rows", "merge_splits"}
+    exact_out, exact_lse = case.reference_forward()
+    assert_channels_are_exact(out, exact_out, axis=(-3,))
+    np.testing.assert_allclose(lse, exact_lse, rtol=32 * tolerance.EPS["float32"])
+
+
+@pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
+def test_splits_of_one_size_have_no_factors_of_channels() -> None:
+    """Nobody finds factors there, and the kernel reads none."""
+    case = gaussian_case(5, "float32", (20, 700), dims=(64, 64))
+    devices.forget_launches()
+    with hook.kernels_on(cpu_device.CpuDevice((8, 0))):
+        out, lse = case.on(HOST).forward(split_size=256)
+    entries = {x.kernel.entry for x in launch._launches.values()}
+    assert {"split_rows", "parts_forward"} <= entries and "split_channels" not in entries
+    case.assert_forward(out, lse)
 
 
 @pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)

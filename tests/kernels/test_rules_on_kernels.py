@@ -259,7 +259,7 @@ def test_a_rule_that_spills_takes_another_tile(place: Device, monkeypatch: pytes
     assert (len({tile for entry, tile in seen if entry == "backward_sm80"}) > 1) == has_room
 
 
-OF_PARTS = {"split_channels", "split_rows", "scale_results"}  # kernels before and behind those on parts
+OF_PARTS = {"split_channels", "split_rows"}  # kernels before those on parts
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])

@@ -33,7 +33,7 @@ def normal(*shape: int) -> Array:
     return RNG.standard_normal(shape).astype(np.float32)
 
 
-ENTRIES = ["split_channels", "split_rows", "split_forward", "scale_results"]
+ENTRIES = ["split_channels", "split_rows", "split_forward"]
 
 
 def inputs(head_dim: int = 64, head_dim_v: int = 64) -> tuple[Array, Array, Array]:

@@ -213,7 +213,6 @@ def family_of(entry: str) -> ModuleType | None:
         "bias_sm80": sm80_backward,
         "split_rows": None,
         "split_channels": None,
-        "scale_results": None,
         "split": plan_split,
         "parts": sm80_wide,
         "wide": sm80_wide,

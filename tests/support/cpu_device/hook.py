@@ -20,7 +20,7 @@ from cuflash.plan import entries
 from .device import CpuDevice
 
 # NVRTC compiles the kernels in these files by the tables of configurations (tests/kernels/test_mma.py and others).
-_OF_PARTS = {entries.file_of(entry) for entry in (split.ROWS, split.CHANNELS, split.SCALES)}
+_OF_PARTS = {entries.file_of(entry) for entry in (split.ROWS, split.CHANNELS)}
 _LISTED = set(entries._FILES.values()) - _OF_PARTS
 
 
