@@ -66,12 +66,21 @@ DEVICE bool mbarrier_try_wait(unsigned mbarrier, unsigned parity) {
 // a barrier.
 DEVICE void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// ---- Programmatic dependent launch: a kernel begins before the one before it has ended.
+// ---- Programmatic dependent launch: a kernel begins before the one before it has ended. On older GPUs, where it does
+// not, these do nothing.
 
 // wait_for_kernel_before() waits until all that the kernel before wrote is visible.
-DEVICE void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+DEVICE void wait_for_kernel_before() {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 // let_next_kernel_begin() lets the next kernel begin once all thread blocks have called it.
-DEVICE void let_next_kernel_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+DEVICE void let_next_kernel_begin() {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
 
 // ---- TMA: tiles of a tensor of 4 dimensions; the innermost coordinate comes first. One thread issues.
 

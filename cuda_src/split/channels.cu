@@ -5,7 +5,7 @@
 // within 2^SPREAD of each other all factors are 1, as parts have bits to spare, so that ordinary inputs keep their
 // bits.
 #include "channels.cuh"
-#include "../ptx/sm80.cuh"
+#include "../ptx/sm90.cuh"
 #include "source_row.cuh"
 
 constexpr int MOST_ROWS = 64;                                          // rows that are looked at, evenly spaced
@@ -69,6 +69,7 @@ DEVICE int mean_of(int sum, int count) { return (2 * sum + count) / (2 * count);
 extern "C" __global__ void __launch_bounds__(THREADS)
     split_channels(const AttentionParams p, const SplitOperands operands, u8* space) {
   __shared__ SharedChannels shared;
+  ptx::let_next_kernel_begin();
   const bool of_keys = blockIdx.y == 0;
   const Tensor<const float>& from = of_keys ? p.q : p.v;
   const int columns = of_keys ? p.head_dim : p.head_dim_v, heads = of_keys ? group_size(p) : 1;

@@ -4,7 +4,7 @@
 #include "../fragment/softmax.cuh"
 #include "channels.cuh"
 #include "source_row.cuh"
-#include "../ptx/sm80.cuh"
+#include "../ptx/sm90.cuh"
 
 constexpr int LANES = COLUMNS / VECTOR < 32 ? COLUMNS / VECTOR : 32;  // lanes that share a row
 constexpr int VECTORS = COLUMNS / VECTOR / LANES;                     // vectors that a lane has of a row
@@ -19,7 +19,8 @@ constexpr u32 TOP_EXPONENT = 14;  // the exponent that the largest element of a 
 constexpr float CUT_OFF = 0x1.ffcp-26f;
 
 // split_row() splits one row of an operand; OF_K: it is k or v. LANES lanes share a row, and a thread block has
-// ROWS_OF_BLOCK.
+// ROWS_OF_BLOCK. The thread block may have begun before split_channels has ended, so it reads its rows before it waits
+// for the factors of channels; only behind that does it write.
 template <bool OF_K>
 DEVICE void split_row(const AttentionParams& p, const SplitOperands& operands, u8* space,
                       const Tensor<const float>& from, const SplitTensor& to, int head_dim, Channels which,
@@ -42,6 +43,7 @@ DEVICE void split_row(const AttentionParams& p, const SplitOperands& operands, u
     const int column = (i * LANES + lane) * VECTOR;
     x[i] = read_vector(data + column, source >= 0 ? head_dim - column : 0);
   }
+  ptx::wait_for_kernel_before();
   if (blockIdx.x + blockIdx.y + threadIdx.x == 0) *reinterpret_cast<SplitOperands*>(space) = operands;
   if (with_lse && lane == 0 && row < to.factor_rows) {
     const float lse = source < 0 ? -infinity() : *p.lse.at(batch, source, head);
@@ -113,6 +115,7 @@ DEVICE void split_row(const AttentionParams& p, const SplitOperands& operands, u
 // split_rows splits rows of one operand: blockIdx.x counts groups of rows over all batch_heads.
 extern "C" __global__ void __launch_bounds__(THREADS)
     split_rows(const AttentionParams p, const SplitOperands operands, u8* space) {
+  ptx::let_next_kernel_begin();
   switch (blockIdx.y) {
     case 0:
       return split_row<false>(p, operands, space, p.q, operands.q, p.head_dim, Channels::OF_KEYS, false);

@@ -332,6 +332,7 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     ptx::fence_mbarrier_init();
   }
   __syncthreads();
+  ptx::wait_for_kernel_before();
 
   const Rings rings(shared);
   const int warpgroup = own_warpgroup();

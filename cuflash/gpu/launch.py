@@ -26,6 +26,7 @@ from cuflash.hardware import ALIGNMENT
 from cuflash.kept import Kept
 from cuflash.plan.config import KernelConfig
 from cuflash.plan.entries import key_results
+from cuflash.plan.record import HOPPER
 from cuflash.problem.attention_problem import Array, AttentionProblem, operand_name
 from cuflash.problem.operands import Operands
 from cuflash.rules.form import NO_RULES, Rules
@@ -46,7 +47,7 @@ class Kernel:
 
     @property
     def begins_early(self) -> bool:
-        """The kernel may begin before the previous one has ended (programmatic stream serialization)."""
+        """The kernel may begin before the previous one has ended, where GPUs have programmatic stream serialization."""
         return False
 
     @property
@@ -147,7 +148,7 @@ class Launch(BoundLaunch):
             (kernel.threads,),
             [value.nbytes for value in values],
             kernel.smem_bytes,
-            kernel.begins_early,
+            kernel.begins_early and device.capability >= HOPPER,
         )
         words = [word_of(name, kernel.rules) for name in arrays]
         super().__init__(values, words, None if 0 in self._extra.grid else launch)

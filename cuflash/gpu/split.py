@@ -166,7 +166,12 @@ class FindChannels(OfWorkSpace):
 
 @dataclass(frozen=True)
 class Split(OfWorkSpace):
-    """The kernel that splits operands into parts."""
+    """The kernel that splits operands into parts.
+
+    It may begin while `FindChannels` runs, and only then, as it reads its rows before it waits.
+    """
+
+    begins_early: bool = False
 
     def grid_of(self, problem: AttentionProblem, space: WorkSpace) -> tuple[int, ...]:
         """Return groups of rows of each operand."""
@@ -178,6 +183,7 @@ class Forward(Kernel):
     """The forward kernel."""
 
     config: plan_split.SplitForwardConfig
+    begins_early = True
 
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
         """Return the number of heads whose tiles are mixed, which gives the order of tiles."""
@@ -199,6 +205,7 @@ class Gradient(Kernel):
 
     config: plan_split.SplitGradientConfig
     orders_bits = False
+    begins_early = True
 
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
         """Return the number of heads whose tiles are mixed, which gives the order of tiles."""
@@ -260,7 +267,7 @@ def split(work: Work, config: Any) -> Arrays:
         has_channels = _has_channels(work.problem)
         if has_channels:
             work.run(FindChannels(CHANNELS, config), work.arrays)
-        work.run(Split(ROWS, config), work.arrays)
+        work.run(Split(ROWS, config, begins_early=has_channels), work.arrays)
     return work.arrays
 
 

@@ -50,6 +50,33 @@ def on_device(q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, Arra
     return out, lse
 
 
+@pytest.mark.parametrize(
+    ("capability", "extra", "expected"),
+    [
+        ((9, 0), {}, {"split_channels": False, "split_rows": True, "split_forward": True}),
+        # split_rows waits for nobody where no kernel finds factors, so it may not read what others have yet to write.
+        ((9, 0), {"split_size": 64}, {"split_rows": False, "parts_forward": False}),
+        ((8, 0), {}, {"split_channels": False, "split_rows": False, "parts_forward": False}),
+    ],
+)
+def test_kernels_begin_early_behind_one_that_does_not(
+    capability: tuple[int, int], extra: dict[str, Any], expected: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    early = {}
+    bound = device.CpuKernel.bound
+
+    def noting(kernel: device.CpuKernel, *arguments: Any) -> Any:
+        early[kernel._entry] = arguments[-1]
+        return bound(kernel, *arguments)
+
+    monkeypatch.setattr(device.CpuKernel, "bound", noting)
+    devices.forget_launches()
+    with hook.kernels_on(device.CpuDevice(capability)):
+        cuflash.attention(*inputs(), **extra)
+    renamed = {"forward_sm80": "parts_forward"}  # several kernels share this function
+    assert {renamed.get(entry, entry): value for entry, value in early.items()} == expected
+
+
 def widened(options: dict[str, Any]) -> dict[str, Any]:
     return {
         name: x.astype(np.float64) if isinstance(x, np.ndarray) and x.dtype.kind == "f" else x
