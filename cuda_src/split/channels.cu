@@ -10,8 +10,9 @@
 
 constexpr int MOST_ROWS = 64;                                          // rows that are looked at, evenly spaced
 constexpr int LANES = COLUMNS / VECTOR, ROWS_APART = THREADS / LANES;  // threads that share a row, and rows at once
-constexpr int AT_ONCE = 4;                                             // rows that a thread has on their way
-constexpr int FEWEST_ROWS = 16;                                        // fewer say little of a channel
+// AT_ONCE rows of a thread are on their way at once: all that it has, as far as registers hold them.
+constexpr int AT_ONCE = ROWS_APART < 8 ? 8 : MOST_ROWS / ROWS_APART;
+constexpr int FEWEST_ROWS = 16;  // fewer say little of a channel
 constexpr int SPREAD = 8, MOST_SHIFT = 40;
 // LARGEST_EXPONENT is the exponent field of the largest element over its factor: sums of such do not overflow.
 constexpr int LARGEST_EXPONENT = static_cast<int>(EXPONENT_OF_1) + 60;
