@@ -3,19 +3,16 @@
 #include "../fragment/fragment.cuh"
 #include "channels.cuh"
 
-// result_factors() are the factors of a KV head, or nullptr where all are 1. The answer takes a while to come, so it is
-// asked for before it is needed.
-DEVICE const float* result_factors(const SplitOperands& operands, u8* space, i64 batch_head_kv, Channels which) {
-  if (!have_factors(operands)) return nullptr;
-  float* factors = channel_factors(operands, space, batch_head_kv, which);
-  return has_factors(operands, factors) == 0 ? nullptr : factors;
+// needs_factors() tells whether a KV head has factors besides 1. The answer takes a while to come, so it is asked for
+// early; it is no pointer to the factors, which takes registers that there are not.
+DEVICE bool needs_factors(const SplitOperands& operands, u8* space, i64 batch_head_kv, Channels which) {
+  return have_factors(operands) && has_factors(operands, channel_factors(operands, space, batch_head_kv, which)) != 0;
 }
 
-// restore_channels() divides the columns of x by such factors, from that of column 0 on, or multiplies them. Sums stand
-// far from the ends of float32's range, so this is exact.
+// restore_channels() divides the columns of x by factors, of which the first is that of column 0, or multiplies them.
+// Sums stand far from the ends of float32's range, so this is exact.
 template <int N>
 DEVICE void restore_channels(float (&x)[N], const float* factors, bool divides) {
-  if (factors == nullptr) return;
   factors += fragment_column();
 #pragma unroll
   for (int e = 0; e < N; e += 4) {

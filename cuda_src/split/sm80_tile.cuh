@@ -133,9 +133,10 @@ DEVICE void restore_channels(float (&x)[N], const AttentionParams& p, const Work
   const bool of_k = operand == Operand::K || operand == Operand::V;
   const Channels which = operand == Operand::Q || operand == Operand::K ? Channels::OF_KEYS : Channels::OF_VALUES;
   const int head_kv = of_k ? work.head : work.head / group_size(p);
-  const float* factors = result_factors(*reinterpret_cast<const SplitOperands*>(p.work_space), p.work_space,
-                                        batch_of(p, work.sequence) * p.num_heads_kv + head_kv, which);
-  restore_channels(x, factors == nullptr ? nullptr : factors + first, is_divided(of_k, which));
+  const i64 batch_head_kv = batch_of(p, work.sequence) * p.num_heads_kv + head_kv;
+  const SplitOperands& all = *reinterpret_cast<const SplitOperands*>(p.work_space);
+  if (!needs_factors(all, p.work_space, batch_head_kv, which)) return;
+  restore_channels(x, channel_factors(all, p.work_space, batch_head_kv, which) + first, is_divided(of_k, which));
 }
 
 // column_of() is where element e of a result stands.

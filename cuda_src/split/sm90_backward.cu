@@ -277,9 +277,12 @@ DEVICE void consume(const AttentionParams& p, const SplitOperands& operands, u8*
     // The epilogue. Weights and what they were multiplied with both stand TOP too high; subnormals are kept, as scales
     // may be tiny.
     const auto lowered = [](float unit) { return ptx::multiply(unit, 1 / (TOP * TOP)); };
-    const i64 batch_head_kv = OF_KEYS ? batch_head : batch * p.num_heads_kv + work.head / group_size(p);
+    u32 head_kv = OF_KEYS ? work.head : work.head / group_size(p);
+    ptx::forget(head_kv);  // what follows from it would be held in registers from the beginning on
+    const i64 batch_head_kv = batch * p.num_heads_kv + head_kv;
     const auto restore = [&](auto& x, Channels which) {
-      restore_channels(x, result_factors(operands, space, batch_head_kv, which), is_divided(OF_KEYS, which));
+      if (!needs_factors(operands, space, batch_head_kv, which)) return;
+      restore_channels(x, channel_factors(operands, space, batch_head_kv, which), is_divided(OF_KEYS, which));
     };
     const float by_scale[2] = {scale, scale}, lowered_unit[2] = {lowered(unit[0]), lowered(unit[1])};
     if constexpr (OF_KEYS) {

@@ -234,8 +234,8 @@ DEVICE void write_tile(const Consumer& tile, const SplitOperands& operands, u8* 
   const AttentionParams& p = tile.p;
   const Sequence& s = tile.work.sequence;
   const int head = tile.work.head;
-  const float* factors =
-      result_factors(operands, space, batch * p.num_heads_kv + head / group_size(p), Channels::OF_VALUES);
+  const i64 batch_head_kv = batch * p.num_heads_kv + head / group_size(p);
+  const bool restores = needs_factors(operands, space, batch_head_kv, Channels::OF_VALUES);
   float inverse[2], lse[2];
   tile.softmax.finish(scale, factors_of_rows, p.sink == nullptr ? -infinity() : p.sink[head], inverse, lse);
   rescale_kept(p, inverse);
@@ -244,7 +244,10 @@ DEVICE void write_tile(const Consumer& tile, const SplitOperands& operands, u8* 
     const float own = lane() % 4 == 0 ? lse[0] : lse[1];
     if (i < s.rows_q) *p.lse.at(batch, s.row_q + i, head) = i < s.len_q ? own : -infinity();
   }
-  restore_channels(tile.held.out, factors, is_divided(false, Channels::OF_VALUES));
+  if (restores) {
+    const float* factors = channel_factors(operands, space, batch_head_kv, Channels::OF_VALUES);
+    restore_channels(tile.held.out, factors, is_divided(false, Channels::OF_VALUES));
+  }
   write_wide_fragment(p.out.at(batch, s.row_q, head), p.out.row_stride, tile.row, s.len_q, s.rows_q, p.head_dim_v,
                       tile.held.out, inverse, tile.softmax.unit);
 }
