@@ -113,9 +113,10 @@ def balanced_heads(
         inputs[name] = (x * 10.0 ** np.repeat(exponent, x.shape[2] // heads[1], axis=2)).astype(np.float32)
     if not packed:
         return case.with_inputs(**inputs)
-    cu_seqlens = [np.array([0, rows // 3, rows], np.int32) for rows in seqlens]
+    begins_q, begins_k = (np.array([0, rows // 3, rows], np.int32) for rows in seqlens)
     packed_inputs = {name: x[0] for name, x in inputs.items()}
-    return replace(case.with_inputs(**packed_inputs, dlse=case.dlse[0]), cu_seqlens=tuple(cu_seqlens))
+    assert case.dlse is not None
+    return replace(case.with_inputs(**packed_inputs, dlse=case.dlse[0]), cu_seqlens=(begins_q, begins_k))
 
 
 @pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
