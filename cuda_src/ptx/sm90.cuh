@@ -164,6 +164,12 @@ DEVICE unsigned cluster_address(unsigned shared, unsigned rank) {
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared), "r"(rank));
   return address;
 }
+// store_cluster_x4() stores 16 aligned bytes into shared memory of a block of the cluster.
+DEVICE void store_cluster_x4(unsigned cluster_address, float a, float b, float c, float d) {
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(cluster_address), "f"(a), "f"(b), "f"(c),
+               "f"(d)
+               : "memory");
+}
 DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 

@@ -102,23 +102,30 @@ struct KeyWarp {
   }
 
   // prepare_queries() computes delta of all queries, and makes dq 0 of tiles of queries that see no key. Tiles that do
-  // are visited by this thread block alone, which then writes their dq.
+  // are visited by this thread block, or its cluster, which then writes their dq. A block of a cluster computes delta
+  // of the tiles that it visits, as others with the same queries do, and shares those that see no key.
   DEVICE void prepare_queries() const {
     const int group = group_size(p);
+    int num_seeing = 0, num_others = 0;
     for (int head = shared.work.head * group; head < (shared.work.head + 1) * group; head++) {
-      const Blocks seeing = blocks_of_queries(p, s, head, 0, BLOCK_M, BLOCK_N);
+      const Blocks seeing = seen_queries(p, s, head);
       for (int block = 0; block * BLOCK_M < s.rows_q; block++) {
+        const bool sees = block >= seeing.block && block < seeing.end;
+        if constexpr (CLUSTER > 1) {
+          const bool is_own = sees ? num_seeing++ % CLUSTER_QUERIES == query_rank() : num_others++ % CLUSTER == rank();
+          if (!is_own) continue;
+        }
         write_delta(p, s, head, block * BLOCK_M);
         float dq[DQ_FRAGMENTS][DQ_COLUMNS / 2];
         clear_all(dq);
-        if (block < seeing.block || block >= seeing.end) write_dq(p, s, head, block, dq);
+        if (!sees) write_dq(p, s, head, block, dq);
       }
     }
     __syncthreads();
   }
 
   // load_first() loads the rest of the first step's operands, and waits for them.
-  DEVICE void load_first(QueryTileIterator& iterator, const Step& step) const {
+  DEVICE void load_first(StepIterator& iterator, const Step& step) const {
     load_rows(p, shared, 0, step);
     commit_copies();
     iterator.advance();
@@ -135,11 +142,19 @@ struct KeyWarp {
   }
 
   // load_queries_late() loads the next step's queries where dq of the step before waited for its addition.
-  DEVICE void load_queries_late(u32 stage, const QueryTileIterator& iterator) const {
+  DEVICE void load_queries_late(u32 stage, const StepIterator& iterator) const {
     if (lane() == 0) ptx::bulk_wait_group_read<0>();
     __syncwarp();  // the rows that a warp loads are those of its own dq
     if (!iterator.done()) load_queries(p, shared, stage ^ 1, Step(iterator));
     commit_copies();
+  }
+
+  // sees() tells whether some query of a step sees a key of this thread block; others of the cluster may have keys that
+  // the step sees.
+  DEVICE bool sees(const Step& step) const {
+    if constexpr (CLUSTER_KEYS == 1) return true;
+    const Blocks seeing = blocks_of_queries(p, s, step.head, shared.work.tile, BLOCK_M, BLOCK_N);
+    return step.block >= seeing.block && step.block < seeing.end;
   }
 
   // is_masked() tells whether something of the warp's part of a step, from query first_row on, may be hidden.
@@ -210,8 +225,8 @@ struct KeyWarp {
   }
 
   // add_dq() computes dQ = dS K of a tile of queries, of which the warp has some rows and columns, and adds it to its
-  // sum.
-  DEVICE void add_dq(const StepTiles& tiles, u32 stage, int head, int block) const {
+  // sum. Where no query sees a key of this thread block it adds nothing.
+  DEVICE void add_dq(const StepTiles& tiles, u32 stage, int head, int block, bool sees) const {
     if (!COMPUTES_DK || (!ALL_KEYS && p.dq_sum == nullptr)) return;
     const int dq_warp = warp / DQ_WARPS_N, column = warp % DQ_WARPS_N * DQ_COLUMNS;
     int known = 0;
@@ -221,7 +236,8 @@ struct KeyWarp {
     }
     float dq[DQ_FRAGMENTS][DQ_COLUMNS / 2];
     clear_all(dq);
-    multiply_columns(dq, tiles.gradients, dq_warp * DQ_FRAGMENTS * 16, keys, column);
+    if (sees) multiply_columns(dq, tiles.gradients, dq_warp * DQ_FRAGMENTS * 16, keys, column);
+    if constexpr (CLUSTER_KEYS > 1) return add_in_cluster(head, block, dq, dq_warp * DQ_FRAGMENTS * 16, column);
     if constexpr (ALL_KEYS) return write_dq(p, s, head, block, dq);
     const i64 number = query_tile(p, s, head, block, BLOCK_M);
     float* sum = own_sum_at(p, number);
@@ -239,6 +255,33 @@ struct KeyWarp {
     }
   }
 
+  // add_in_cluster() adds up dq of a step over the thread blocks that have the keys, and writes it. The cluster's
+  // barrier is half done before and behind it: all have read the sums of the step before when it begins to send.
+  DEVICE void add_in_cluster(int head, int block, const float (&dq)[DQ_FRAGMENTS][DQ_COLUMNS / 2], int row,
+                             int column) const {
+    if (p.dq.data == nullptr) return;
+    const DqSum sum{shared.sums, key_rank(), query_rank() * CLUSTER_KEYS, 1};
+    wait_for_cluster();
+    sum.send(dq, 0, HEAD_DIM, row, column);
+    sync_cluster();
+    sum.add([&](int piece, const float (&x)[PIECE]) {
+      write_piece<HEAD_DIM>(piece, p.dq.at(batch_of(p, s), s.row_q, head), p.dq.row_stride, block * BLOCK_M, s.len_q,
+                            s.rows_q, p.head_dim, x, static_cast<float>(p.softmax_scale));
+    });
+    arrive_at_cluster();
+  }
+
+  // finish_steps() takes part in the last step of others of the cluster.
+  template <class Iterator>
+  DEVICE void finish_steps(const Iterator& iterator) const {
+    if constexpr (CLUSTER_KEYS > 1) {
+      if (p.dq.data == nullptr || !iterator.ends_early()) return;
+      wait_for_cluster();
+      sync_cluster();
+      arrive_at_cluster();
+    }
+  }
+
   // finish_additions() waits until the last additions to dq are there.
   DEVICE void finish_additions() const {
     if constexpr (DETERMINISTIC) {
@@ -248,8 +291,31 @@ struct KeyWarp {
     }
   }
 
+  // add_in_cluster() adds up dk and dv over the thread blocks that have the same keys, and writes them.
+  DEVICE void add_in_cluster(const KeyGradients& sums) const {
+    const KeySum sum{shared.sums, query_rank(), key_rank(), CLUSTER_KEYS};
+    wait_for_cluster();
+    sum.send(sums.dk, 0, HEAD_DIM, warp_key, dk_column);
+    sum.send(sums.dv, DK_PIECES, HEAD_DIM_V, warp_key, dv_column);
+    sync_cluster();
+    const i64 batch = batch_of(p, s);
+    const int head = shared.work.head;
+    sum.add([&](int piece, const float (&x)[PIECE]) {
+      if (piece < DK_PIECES) {
+        if (p.dk.data == nullptr) return;
+        write_piece<HEAD_DIM>(piece, p.dk.at(batch, s.row_k, head), p.dk.row_stride, tile_key, s.len_k, s.rows_k,
+                              p.head_dim, x, static_cast<float>(p.softmax_scale));
+      } else if (p.dv.data != nullptr) {
+        write_piece<HEAD_DIM_V>(piece - DK_PIECES, p.dv.at(batch, s.row_k, head), p.dv.row_stride, tile_key, s.len_k,
+                                s.rows_k, p.head_dim_v, x, HAS_DROPOUT ? static_cast<float>(p.dropout_rescale) : 1);
+      }
+    });
+  }
+
   // write() is the epilogue: it writes dk and dv by way of the keys' buffer, which all threads have read.
   DEVICE void write(KeyGradients& sums) const {
+    if constexpr (CLUSTER_QUERIES > 1) return add_in_cluster(sums);
+    if constexpr (CLUSTER_KEYS > 1) wait_for_cluster();  // a barrier that is half done is none for those that end
     const int head = shared.work.head, first_key = tile_key + warp_key;
     if constexpr (COMPUTES_DK) {
       if (p.dk.data != nullptr) {
@@ -276,21 +342,26 @@ DEVICE void take_work(const AttentionParams& p, SharedStorage& shared) {
     const u32 id = p.dq_order == nullptr ? blockIdx.x : atomicAdd(p.dq_order, 1);
     shared.work = work_of<true>(p, BLOCK_N, p.num_heads_kv, true, id, INTERLEAVED_TILES);
   } else {
-    shared.work = work_of<true>(p, BLOCK_N, p.num_heads_kv, HAS_WINDOW);
+    shared.work = work_of<true>(p, BLOCK_N, p.num_heads_kv, HAS_WINDOW, blockIdx.x / CLUSTER);
+    if constexpr (CLUSTER > 1) shared.work.tile = key_rank();
   }
 }
 
 // backward_sm80 computes dk and dv (or one of them) of a tile of keys of one KV head, and adds this tile's share to dq.
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
-    backward_sm80(const __grid_constant__ AttentionParams p) {
+#if __CUDA_ARCH__ >= 900
+    __cluster_dims__(CLUSTER, 1, 1)
+#endif
+        backward_sm80(const __grid_constant__ AttentionParams p) {
   VIEW_SHARED_STORAGE(shared);
+  if constexpr (CLUSTER > 1) arrive_at_cluster();  // nobody sends to a thread block that has not begun
   if (threadIdx.x == 0) take_work(p, shared);
   __syncthreads();
-  if (shared.work.tile * BLOCK_N >= shared.work.sequence.rows_k) return;
+  if (CLUSTER == 1 && shared.work.tile * BLOCK_N >= shared.work.sequence.rows_k) return;
 
   const KeyWarp own(p, shared);
   KeyGradients sums;
-  QueryTileIterator iterator(p, shared.work);  // in the loop it is a step ahead
+  StepIterator iterator(p, shared.work);  // in the loop it is a step ahead
   Step step(iterator);
   bool exists = !iterator.done();
   if (exists) own.load_first_tiles(step);
@@ -298,8 +369,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
   if (exists) own.load_first(iterator, step);
   for (u32 stage = 0; exists; stage ^= STAGES - 1) {
     const StepTiles tiles(shared, stage);
+    const bool sees = own.sees(step);
 #pragma unroll 1
-    for (int pass = 0; pass < QUERY_PASSES; pass++) {
+    for (int pass = 0; pass < (sees ? QUERY_PASSES : 0); pass++) {
       const int query = (pass * QUERY_WARPS + own.query_warp) * FRAGMENT_QUERIES, first_row = step.first_row() + query;
       const bool masked = own.is_masked(step, first_row);
       const u32 visible = own.visible_bits(step, stage, first_row);
@@ -339,19 +411,20 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
       if constexpr (COMPUTES_DK && WRITES_DSLOPES) own.add_slope(step.head, dslope);
     }
     // 5. dV and dK take the queries of the other warps that have the same keys.
-    own.add_other_queries(tiles, sums);
+    if (sees) own.add_other_queries(tiles, sums);
     if (ONE_BARRIER && !iterator.done()) finish_queries(shared, stage ^ 1, Step(iterator));
     __syncthreads();  // all gradients are there, and the queries are read
     // 6. The next step's operands are loaded.
     const int head = step.head, block = step.block;
     exists = load_next(p, shared, stage, iterator, step);
     // 7. dQ = dS K of this step is added to its sum.
-    own.add_dq(tiles, stage, head, block);
+    own.add_dq(tiles, stage, head, block, sees);
     if constexpr (!ONE_BARRIER) {
       if (exists) finish_queries(shared, 0, step);
       __syncthreads();
     }
   }
+  own.finish_steps(iterator);
   own.finish_additions();
   __syncthreads();  // all threads have read the keys, so their buffer is free for the epilogue
   own.write(sums);

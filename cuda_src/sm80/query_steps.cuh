@@ -1,6 +1,6 @@
 // This header has the shared memory of backward.cu, and loads tiles of queries into it.
 #include "../fragment/gradient_fragment.cuh"
-#include "gradient_rows.cuh"
+#include "cluster.cuh"
 
 // DK_COLUMNS and DV_COLUMNS are the columns that a warp has; 32 stands for a result that is not computed, because
 // arrays must have a size.
@@ -36,6 +36,7 @@ struct SharedStorage {
   alignas(SHARES_WEIGHTS ? 128 : 16) unsigned char weights[SHARES_WEIGHTS ? ScoreTile::BYTES : 16];
   alignas(COMPUTES_DK ? 128 : 16) unsigned char ds[COMPUTES_DK ? STAGES * ScoreTile::BYTES : 16];
   alignas(DQ_BUFFER ? 128 : 16) unsigned char dq[DQ_BUFFER ? BLOCK_M * HEAD_DIM * sizeof(float) : 16];
+  alignas(CLUSTER > 1 ? 128 : 16) unsigned char sums[CLUSTER > 1 ? CLUSTER_SUM_BYTES : 16];  // ClusterSum
   float lse[STAGES][BLOCK_M], delta[STAGES][BLOCK_M + LOADS_SLOT];  // the slot's bits stand last in delta
   Work work;                                            // read again and again, because registers are scarce
   int* pending_signals[DETERMINISTIC ? NUM_WARPS : 1];  // each warp's place in the order that it has not passed on
@@ -44,6 +45,17 @@ static_assert(BLOCK_N == FRAGMENTS * KEY_WARPS * 16 && FRAGMENT_QUERIES % 16 == 
 static_assert(QUERY_WARPS == 1 || QUERY_PASSES == 1, "warps that share their weights have them at once");
 static_assert(!DQ_IN_QUERIES || (ONE_BARRIER && HEAD_DIM == HEAD_DIM_V), "as many bytes as both buffers of a step");
 static_assert(BLOCK_M <= NUM_THREADS, "a thread has a query's lse and delta");
+
+// StepIterator iterates over the steps of a thread block.
+template <bool ALONE>
+struct StepIteratorOf {
+  using Type = QueryTileIterator;
+};
+template <>
+struct StepIteratorOf<false> {
+  using Type = ClusterQueryTileIterator;
+};
+using StepIterator = StepIteratorOf<CLUSTER == 1>::Type;
 
 // Step is a tile of queries.
 struct Step {
@@ -54,6 +66,8 @@ struct Step {
       : head(iterator.head),
         block(DETERMINISTIC ? iterator.keys_in_reverse() : iterator.blocks.block),
         partial(iterator.blocks.partial) {}
+  DEVICE explicit Step(const ClusterQueryTileIterator& iterator)
+      : head(iterator.done() ? 0 : iterator.head()), block(iterator.done() ? 0 : iterator.block()), partial(false) {}
   DEVICE int first_row() const { return block * BLOCK_M; }
 };
 
@@ -115,8 +129,7 @@ DEVICE void clear_hidden_keys(const AttentionParams& p, const SharedStorage& sha
 
 // load_next() goes on to the next step, and starts to load what follows into the buffers that have been read. It
 // returns whether there is such a step; `iterator` is then ahead of it.
-DEVICE bool load_next(const AttentionParams& p, SharedStorage& shared, u32 stage, QueryTileIterator& iterator,
-                      Step& step) {
+DEVICE bool load_next(const AttentionParams& p, SharedStorage& shared, u32 stage, StepIterator& iterator, Step& step) {
   step = Step(iterator);
   const bool exists = !iterator.done();
   if (exists) iterator.advance();

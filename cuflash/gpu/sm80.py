@@ -34,6 +34,12 @@ class _Gradient(Kernel):
 
     of_keys = visits_tiles
 
+    def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
+        """Return the numbers of tiles: (of one head, in all); a cluster has all keys of a head."""
+        if self.config.all_keys:
+            return 1, batch_heads(problem, problem.num_heads_kv) * self.config.cluster
+        return super().grid(problem, arrays)
+
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
         """Return the number of query tiles, by which sums of dq are laid out."""
         return {"num_query_tiles": num_tiles(problem, problem.seqlen_q, self.config.block_m)}

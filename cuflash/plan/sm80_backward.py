@@ -74,6 +74,15 @@ class Sm80BackwardConfig(Sm80Config):
     writes_dslopes: bool = False  # the kernel, which computes dk, adds up the gradient of ALiBi's slopes
     turns: int = 8  # counters of a query tile that keep this order: one for each warp, at most
     all_keys: bool = False  # a tile has all keys of its head: its thread block computes delta, and writes dq itself
+    # With `all_keys` thread blocks of a cluster have a KV head together: so many have a tile of its keys each, and so
+    # many such groups visit other tiles of queries.
+    cluster_keys: int = 1
+    cluster_queries: int = 1
+
+    @property
+    def cluster(self) -> int:
+        """Thread blocks of a cluster."""
+        return self.cluster_keys * self.cluster_queries
 
 
 def _smem_bytes(tile: Sm80BackwardTile, row: Record[Sm80BackwardTile], computes_dk: bool) -> int:

@@ -32,6 +32,9 @@ void tensor_load_multicast(uint32_t shared, const void* map, uint32_t mbarrier, 
                            int rank, Where where);
 void tensor_store(const void* map, uint32_t shared, const int* coordinates, int rank, Reduction reduction, Where where);
 
+// shared.cpp: an ordinary store to shared memory of any block of the cluster
+void store_shared(uint32_t address, const void* from, unsigned bytes, Where where);
+
 // mbarrier.cpp
 void mbarrier_init(uint32_t address, unsigned arrivals, Where where);
 void mbarrier_arrive(uint32_t address, Where where);

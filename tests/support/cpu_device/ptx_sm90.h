@@ -105,6 +105,10 @@ inline void bulk_copy_cluster(unsigned cluster_shared, unsigned shared, unsigned
                               Where where = {}) {
   cpu_device::bulk_copy_cluster(cluster_shared, shared, bytes, cluster_mbarrier, where);
 }
+inline void store_cluster_x4(unsigned cluster_address, float a, float b, float c, float d, Where where = {}) {
+  const float x[] = {a, b, c, d};
+  cpu_device::store_shared(cluster_address, x, sizeof x, where);
+}
 inline void bulk_commit_group() { cpu_device::bulk_commit(); }
 template <int PENDING>
 void bulk_wait_group() {

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "instructions.h"
 #include "worker.h"
 
 #if defined(__SANITIZE_ADDRESS__)
@@ -99,6 +100,12 @@ void access(const void* pointer, size_t bytes, bool write, shadow::Place place,
 void on_read(const void* pointer, size_t bytes, Where where) { access(pointer, bytes, false, shadow::place_of(where)); }
 
 void on_write(const void* pointer, size_t bytes, Where where) { access(pointer, bytes, true, shadow::place_of(where)); }
+
+void store_shared(uint32_t address, const void* from, unsigned bytes, Where where) {
+  unsigned char* to = shared_memory(address, bytes, bytes, "st.shared::cluster", where);
+  on_write(to, bytes, where);
+  memcpy(to, from, bytes);
+}
 
 void on_atomic(const void* pointer, size_t bytes, Where where) {
   const size_t offset = reinterpret_cast<uintptr_t>(pointer) - window.base;
