@@ -152,7 +152,6 @@ struct KeyWarp {
   // sees() tells whether some query of a step sees a key of this thread block; others of the cluster may have keys that
   // the step sees.
   DEVICE bool sees(const Step& step) const {
-    if constexpr (CLUSTER_KEYS == 1) return true;
     const Blocks seeing = blocks_of_queries(p, s, step.head, shared.work.tile, BLOCK_M, BLOCK_N);
     return step.block >= seeing.block && step.block < seeing.end;
   }
@@ -260,13 +259,14 @@ struct KeyWarp {
   DEVICE void add_in_cluster(int head, int block, const float (&dq)[DQ_FRAGMENTS][DQ_COLUMNS / 2], int row,
                              int column) const {
     if (p.dq.data == nullptr) return;
+    const Pieces pieces(s.rows_q - block * BLOCK_M, BLOCK_M, p.head_dim);
     const DqSum sum{shared.sums, key_rank(), query_rank() * CLUSTER_KEYS, 1};
     wait_for_cluster();
-    sum.send(dq, 0, HEAD_DIM, row, column);
+    sum.send(dq, 0, pieces, row, column);
     sync_cluster();
-    sum.add([&](int piece, const float (&x)[PIECE]) {
-      write_piece<HEAD_DIM>(piece, p.dq.at(batch_of(p, s), s.row_q, head), p.dq.row_stride, block * BLOCK_M, s.len_q,
-                            s.rows_q, p.head_dim, x, static_cast<float>(p.softmax_scale));
+    sum.add(pieces.count(), [&](int piece, const float (&x)[PIECE]) {
+      write_piece(piece, pieces, p.dq.at(batch_of(p, s), s.row_q, head), p.dq.row_stride, block * BLOCK_M, s.len_q,
+                  s.rows_q, p.head_dim, x, static_cast<float>(p.softmax_scale));
     });
     arrive_at_cluster();
   }
@@ -294,22 +294,30 @@ struct KeyWarp {
   // add_in_cluster() adds up dk and dv over the thread blocks that have the same keys, and writes them.
   DEVICE void add_in_cluster(const KeyGradients& sums) const {
     const KeySum sum{shared.sums, query_rank(), key_rank(), CLUSTER_KEYS};
+    const Pieces of_dk(s.rows_k - tile_key, BLOCK_N, p.head_dim), of_dv(s.rows_k - tile_key, BLOCK_N, p.head_dim_v);
     wait_for_cluster();
-    sum.send(sums.dk, 0, HEAD_DIM, warp_key, dk_column);
-    sum.send(sums.dv, DK_PIECES, HEAD_DIM_V, warp_key, dv_column);
+    sum.send(sums.dk, 0, of_dk, warp_key, dk_column);
+    if constexpr (!ADDS_APART) sum.send(sums.dv, of_dk.count(), of_dv, warp_key, dv_column);
     sync_cluster();
-    const i64 batch = batch_of(p, s);
-    const int head = shared.work.head;
-    sum.add([&](int piece, const float (&x)[PIECE]) {
-      if (piece < DK_PIECES) {
-        if (p.dk.data == nullptr) return;
-        write_piece<HEAD_DIM>(piece, p.dk.at(batch, s.row_k, head), p.dk.row_stride, tile_key, s.len_k, s.rows_k,
-                              p.head_dim, x, static_cast<float>(p.softmax_scale));
-      } else if (p.dv.data != nullptr) {
-        write_piece<HEAD_DIM_V>(piece - DK_PIECES, p.dv.at(batch, s.row_k, head), p.dv.row_stride, tile_key, s.len_k,
-                                s.rows_k, p.head_dim_v, x, HAS_DROPOUT ? static_cast<float>(p.dropout_rescale) : 1);
-      }
+    sum.add(of_dk.count() + (ADDS_APART ? 0 : of_dv.count()), [&](int piece, const float (&x)[PIECE]) {
+      piece < of_dk.count() ? write_dk(piece, of_dk, x) : write_dv(piece - of_dk.count(), of_dv, x);
     });
+    if constexpr (ADDS_APART) {
+      sync_cluster();  // all have read what was sent
+      sum.send(sums.dv, 0, of_dv, warp_key, dv_column);
+      sync_cluster();
+      sum.add(of_dv.count(), [&](int piece, const float (&x)[PIECE]) { write_dv(piece, of_dv, x); });
+    }
+  }
+  DEVICE void write_dk(int piece, const Pieces& pieces, const float (&x)[PIECE]) const {
+    if (p.dk.data == nullptr) return;
+    write_piece(piece, pieces, p.dk.at(batch_of(p, s), s.row_k, shared.work.head), p.dk.row_stride, tile_key, s.len_k,
+                s.rows_k, p.head_dim, x, static_cast<float>(p.softmax_scale));
+  }
+  DEVICE void write_dv(int piece, const Pieces& pieces, const float (&x)[PIECE]) const {
+    if (p.dv.data == nullptr) return;
+    write_piece(piece, pieces, p.dv.at(batch_of(p, s), s.row_k, shared.work.head), p.dv.row_stride, tile_key, s.len_k,
+                s.rows_k, p.head_dim_v, x, HAS_DROPOUT ? static_cast<float>(p.dropout_rescale) : 1.0f);
   }
 
   // write() is the epilogue: it writes dk and dv by way of the keys' buffer, which all threads have read.
@@ -369,9 +377,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
   if (exists) own.load_first(iterator, step);
   for (u32 stage = 0; exists; stage ^= STAGES - 1) {
     const StepTiles tiles(shared, stage);
-    const bool sees = own.sees(step);
+    const bool sees = CLUSTER_KEYS == 1 || own.sees(step);
+    const int passes = CLUSTER_KEYS == 1 || sees ? QUERY_PASSES : 0;
 #pragma unroll 1
-    for (int pass = 0; pass < (sees ? QUERY_PASSES : 0); pass++) {
+    for (int pass = 0; pass < passes; pass++) {
       const int query = (pass * QUERY_WARPS + own.query_warp) * FRAGMENT_QUERIES, first_row = step.first_row() + query;
       const bool masked = own.is_masked(step, first_row);
       const u32 visible = own.visible_bits(step, stage, first_row);

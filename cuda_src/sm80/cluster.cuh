@@ -28,29 +28,35 @@ DEVICE void sync_cluster() {
 
 // A piece is what blocks exchange of a sum: 16 rows and PIECE_COLUMNS columns of it, a warp's fragment.
 constexpr int PIECE_COLUMNS = 32, PIECE = PIECE_COLUMNS / 2, PIECE_BYTES = PIECE * WARP * sizeof(float);
-DEVICE constexpr int pieces(int rows, int columns) { return rows / 16 * (columns / PIECE_COLUMNS); }
-constexpr int DQ_PIECES = pieces(BLOCK_M, HEAD_DIM), DK_PIECES = pieces(BLOCK_N, HEAD_DIM),
-              DV_PIECES = pieces(BLOCK_N, HEAD_DIM_V);
 
-// ClusterSum adds up sums of BLOCKS thread blocks: each block adds every BLOCKS-th piece, of which it has a copy of
-// each block's. FIRST and APART are the ranks of these blocks.
-template <int BLOCKS, int PIECES>
+// Pieces are those of a matrix that the result has: `rows` of them below each other, `columns` side by side.
+struct Pieces {
+  int rows, columns;
+
+  DEVICE Pieces(int num_rows, int most_rows, int num_columns)
+      : rows(ceil_div(clamped(num_rows, most_rows), 16)), columns(ceil_div(num_columns, PIECE_COLUMNS)) {}
+  DEVICE int count() const { return rows * columns; }
+};
+
+// ClusterSum adds up sums of BLOCKS thread blocks: each block adds every BLOCKS-th piece, of which it gets each
+// block's.
+template <int BLOCKS>
 struct ClusterSum {
-  static constexpr int PLACES = (PIECES + BLOCKS - 1) / BLOCKS;  // pieces that a block adds
-  static constexpr int BYTES = BLOCKS > 1 ? PLACES * BLOCKS * PIECE_BYTES : 0;
-  unsigned char* memory;       // in shared memory (PLACES, BLOCKS, PIECE_BYTES)
+  unsigned char* memory;       // in shared memory: (pieces that a block adds, BLOCKS, PIECE_BYTES)
   int own, first_rank, apart;  // this block's number, the rank of block 0, and that of block 1 less it
 
-  // send() sends fragments of this block's sum, which begin at a row and a column of its matrix of so many columns.
-  // `first` is the number of the matrix's first piece.
+  // send() sends fragments of this block's sum, which begin at a row and a column of its matrix. `first` is the number
+  // of the matrix's first piece.
   template <int FRAGMENTS, int N>
-  DEVICE void send(const float (&x)[FRAGMENTS][N], int first, int columns, int row, int column) const {
+  DEVICE void send(const float (&x)[FRAGMENTS][N], int first, const Pieces& pieces, int row, int column) const {
     static_assert(N % PIECE == 0, "whole pieces");
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; f++) {
 #pragma unroll
       for (int part = 0; part < N / PIECE; part++) {
-        const int piece = first + (row / 16 + f) * (columns / PIECE_COLUMNS) + column / PIECE_COLUMNS + part;
+        const int at_row = row / 16 + f, at_column = column / PIECE_COLUMNS + part;
+        if (at_row >= pieces.rows || at_column >= pieces.columns) continue;
+        const int piece = first + at_row * pieces.columns + at_column;
         const u32 to = ptx::cluster_address(ptx::shared_address(place(piece / BLOCKS, own)) + lane() * sizeof(float4),
                                             first_rank + piece % BLOCKS * apart);
 #pragma unroll
@@ -62,11 +68,11 @@ struct ClusterSum {
     }
   }
 
-  // add() calls write(piece, sum) for the pieces of this warp, when all blocks have sent.
+  // add() calls write(piece, sum) for the pieces of this warp, when all blocks have sent theirs.
   template <class Write>
-  DEVICE void add(const Write& write) const {
+  DEVICE void add(int num_pieces, const Write& write) const {
 #pragma unroll 1
-    for (int i = threadIdx.x / WARP; i * BLOCKS + own < PIECES; i += NUM_WARPS) {
+    for (int i = threadIdx.x / WARP; i * BLOCKS + own < num_pieces; i += NUM_WARPS) {
       float sum[PIECE];
       clear(sum);
 #pragma unroll 2
@@ -85,19 +91,27 @@ struct ClusterSum {
  private:
   DEVICE unsigned char* place(int i, int block) const { return memory + (i * BLOCKS + block) * PIECE_BYTES; }
 };
-using DqSum = ClusterSum<CLUSTER_KEYS, DQ_PIECES>;
-using KeySum = ClusterSum<CLUSTER_QUERIES, DK_PIECES + DV_PIECES>;  // dk, and dv behind it
-constexpr int CLUSTER_SUM_BYTES = DqSum::BYTES > KeySum::BYTES ? DqSum::BYTES : KeySum::BYTES;
+using DqSum = ClusterSum<CLUSTER_KEYS>;
+using KeySum = ClusterSum<CLUSTER_QUERIES>;
+
+// SUM_BYTES is the shared memory for the sums of a step's dq and, in the end, of dk with dv behind it, or (ADDS_APART)
+// of dk before dv.
+DEVICE constexpr int sum_bytes(int blocks, int rows, int columns) {
+  const int pieces = rows / 16 * (columns / PIECE_COLUMNS);
+  return blocks == 1 ? 0 : (pieces + blocks - 1) / blocks * blocks * PIECE_BYTES;
+}
+constexpr int KEY_COLUMNS = !ADDS_APART ? HEAD_DIM + HEAD_DIM_V : HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V;
+constexpr int DQ_SUM_BYTES = sum_bytes(CLUSTER_KEYS, BLOCK_M, HEAD_DIM),
+              KEY_SUM_BYTES = sum_bytes(CLUSTER_QUERIES, BLOCK_N, KEY_COLUMNS),
+              SUM_BYTES = DQ_SUM_BYTES > KEY_SUM_BYTES ? DQ_SUM_BYTES : KEY_SUM_BYTES;
 
 // write_piece() writes piece `number` of a matrix whose first row is `row` of `data` (rows, head_dim), times a factor.
-template <int COLUMNS>
-DEVICE void write_piece(int number, Element* data, i64 row_stride, int row, int len, int rows, int head_dim,
-                        const float (&x)[PIECE], float scale) {
-  constexpr int PER_ROW = COLUMNS / PIECE_COLUMNS;
-  const int column = number % PER_ROW * PIECE_COLUMNS;
+DEVICE void write_piece(int number, const Pieces& pieces, Element* data, i64 row_stride, int row, int len, int rows,
+                        int head_dim, const float (&x)[PIECE], float scale) {
+  const int column = number % pieces.columns * PIECE_COLUMNS;
   const float factor[2] = {scale, scale};
-  write_fragment(data + column, row_stride, row + number / PER_ROW * 16 + fragment_row(), len, rows, head_dim - column,
-                 x, factor);
+  write_fragment(data + column, row_stride, row + number / pieces.columns * 16 + fragment_row(), len, rows,
+                 head_dim - column, x, factor);
 }
 
 // seen_queries() are the tiles of queries of a head that see some key of any block.

@@ -36,10 +36,10 @@ struct SharedStorage {
   alignas(SHARES_WEIGHTS ? 128 : 16) unsigned char weights[SHARES_WEIGHTS ? ScoreTile::BYTES : 16];
   alignas(COMPUTES_DK ? 128 : 16) unsigned char ds[COMPUTES_DK ? STAGES * ScoreTile::BYTES : 16];
   alignas(DQ_BUFFER ? 128 : 16) unsigned char dq[DQ_BUFFER ? BLOCK_M * HEAD_DIM * sizeof(float) : 16];
-  alignas(CLUSTER > 1 ? 128 : 16) unsigned char sums[CLUSTER > 1 ? CLUSTER_SUM_BYTES : 16];  // ClusterSum
   float lse[STAGES][BLOCK_M], delta[STAGES][BLOCK_M + LOADS_SLOT];  // the slot's bits stand last in delta
   Work work;                                            // read again and again, because registers are scarce
   int* pending_signals[DETERMINISTIC ? NUM_WARPS : 1];  // each warp's place in the order that it has not passed on
+  alignas(16) unsigned char sums[CLUSTER > 1 ? SUM_BYTES : 16];  // ClusterSum's
 };
 static_assert(BLOCK_N == FRAGMENTS * KEY_WARPS * 16 && FRAGMENT_QUERIES % 16 == 0, "whole fragments");
 static_assert(QUERY_WARPS == 1 || QUERY_PASSES == 1, "warps that share their weights have them at once");

@@ -26,8 +26,8 @@ from cuflash.plan import (
 from cuflash.plan.config import KNOWN_TO_ALL, OF_RULES, WIDEST
 from cuflash.plan.decode_tiles import RECORDS as DECODE
 from cuflash.plan.portable_tiles import OPERAND_ENTRIES, PORTABLE
-from cuflash.plan.record import Capability, Record
-from cuflash.plan.sm80_tiles import ALONE, BACKWARD, FORWARD, FP8, OF_BIAS, OF_QUERIES
+from cuflash.plan.record import HOPPER, Capability, Record
+from cuflash.plan.sm80_tiles import ALONE, BACKWARD, FORWARD, FP8, IN_CLUSTERS, OF_BIAS, OF_QUERIES, Sm80BackwardTile
 from cuflash.problem.attention_problem import HALF_DTYPES, AttentionProblem, accum_of
 from cuflash.rules.form import NO_RULES, trace_rules
 
@@ -153,6 +153,8 @@ def of_backward(capability: Capability, limit: int) -> Iterator[Pass]:
         with_slopes = partial(sm80_backward.backward, dslopes=True)
         yield from passes_of(_placed(with_slopes, problems, *place), dtype)
         yield from passes_of(_placed(partial(sm80_backward.all_keys, num_sms=1), _alone(dtype), *place), dtype)
+        if capability >= HOPPER:
+            yield from passes_of(_in_clusters(dtype, *place), dtype)
         yield from passes_of(_placed(sm80_backward.of_queries, problems_of(OF_QUERIES, dtype), *place), dtype)
         yield from passes_of(_placed(sm80_backward.of_bias, _with_bias(problems_of(OF_BIAS, dtype)), *place), dtype)
 
@@ -169,6 +171,43 @@ def _alone(dtype: str) -> Iterator[AttentionProblem]:
     for line in by_dims[max(by_dims)]:
         with_all = problem_of(dtype, *max(by_dims), options)
         yield replace(with_all, seqlen_q=line.tile.block_m, seqlen_k=line.tile.block_n)
+
+
+# Thread blocks of listed clusters: (with keys of their own, with queries of their own).
+_CLUSTERS = (2, 2), (2, 1), (1, 2)
+
+
+def _in_clusters(dtype: str, capability: Capability, limit: int) -> Iterator[Any]:
+    """Yield the kernels of clusters: each tile in one of both kinds, without options and with as many as it takes.
+
+    The first tile of some head dims is in clusters of all kinds.
+    """
+    by_dims = _by_head_dims((*ALONE, *IN_CLUSTERS))
+    options = [flag for flag in KNOWN_TO_ALL if flag != BLOCK_MASK]
+    for dims, lines in by_dims.items():
+        plain, with_all = (problem_of(dtype, *dims, flags) for flags in ((), options))
+        for number, line in enumerate(lines):
+            for problem, shape in ((plain, _CLUSTERS[0]), (with_all, _CLUSTERS[0])):
+                yield _in_cluster(problem, line, shape, capability, limit)
+            for shape in _CLUSTERS[1:] if number == 0 else ():
+                yield _in_cluster(plain, line, shape, capability, limit)
+
+
+def _in_cluster(
+    problem: AttentionProblem,
+    line: Record[Sm80BackwardTile],
+    shape: tuple[int, int],
+    capability: Capability,
+    limit: int,
+) -> Any:
+    """Return the kernel of a line in a cluster that fits, whose sums are added together or apart."""
+    keys, queries = shape
+    for adds_apart in (False, True):
+        tile = replace(line.tile, cluster_keys=keys, cluster_queries=queries, adds_apart=adds_apart)
+        found = sm80_backward.of_cluster(problem, True, capability, limit, record=replace(line, tile=tile))
+        if found:
+            return found
+    return ()
 
 
 def _with_bias(problems: Iterable[AttentionProblem]) -> Iterator[AttentionProblem]:

@@ -8,13 +8,14 @@ the records of all.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cuflash.hardware import FLOAT_BYTES, HALF_BYTES
+from cuflash.hardware import FLOAT_BYTES, HALF_BYTES, ROWS_OF_WARP, WARP
 from cuflash.kept import kept
-from cuflash.plan import sm80_times, sm80_wide
+from cuflash.plan import sm80_alone, sm80_times, sm80_wide
 from cuflash.plan.config import FLAGS, KNOWN_TO_ALL, OF_RULES, are_products, flags_of, not_taken, with_rules
 from cuflash.plan.record import HOPPER, Place, Record, asked_of, candidates, narrowest
 from cuflash.plan.sm80_forward import (
@@ -31,6 +32,7 @@ from cuflash.plan.sm80_tiles import (
     ALONE,
     BACKWARD,
     BIAS,
+    IN_CLUSTERS,
     MAIN,
     OF_BIAS,
     OF_QUERIES,
@@ -51,8 +53,7 @@ _ROW_WARPS = 4  # most warps of a thread block of the kernel before the gradient
 # that three launches with more thread blocks are faster where these have more elements of queries. On an H200 a tile
 # takes 8 to 10 us, two take 14, four of head dim 64 take 19 and four of head dim 160 take 33; three launches take 20.
 _MOST_ELEMENTS_ALONE = 1 << 14
-# A warp computes so many scores while its thread block begins and ends, and while a step waits for others.
-_LAUNCH, _STEP = 480, 250
+_PIECE_COLUMNS = WARP  # columns of a piece of a sum, which thread blocks of a cluster exchange
 # GPUs from this capability on add to global memory by vectors of four floats, or in bulk out of shared memory.
 _LARGE_ADDS = HOPPER
 ROWS, DQ = "backward_sm80_rows", "backward_sm80_dq"
@@ -74,10 +75,9 @@ class Sm80BackwardConfig(Sm80Config):
     writes_dslopes: bool = False  # the kernel, which computes dk, adds up the gradient of ALiBi's slopes
     turns: int = 8  # counters of a query tile that keep this order: one for each warp, at most
     all_keys: bool = False  # a tile has all keys of its head: its thread block computes delta, and writes dq itself
-    # With `all_keys` thread blocks of a cluster have a KV head together: so many have a tile of its keys each, and so
-    # many such groups visit other tiles of queries.
-    cluster_keys: int = 1
+    cluster_keys: int = 1  # see `sm80_tiles.Sm80BackwardTile`
     cluster_queries: int = 1
+    adds_apart: bool = False
 
     @property
     def cluster(self) -> int:
@@ -93,7 +93,19 @@ def _smem_bytes(tile: Sm80BackwardTile, row: Record[Sm80BackwardTile], computes_
     of_score = HALF_BYTES * (weights + (tile.stages if computes_dk else 0))
     of_query += tile.block_n * of_score + (FLOAT_BYTES * row.head_dim if tile.dq_buffer else 0)
     elements = tile.block_n * HALF_BYTES * of_key + tile.block_m * of_query
-    return elements + SMEM_BESIDE_TILES
+    return elements + _sum_bytes(tile, row) + SMEM_BESIDE_TILES
+
+
+def _sum_bytes(tile: Sm80BackwardTile, row: Record[Sm80BackwardTile]) -> int:
+    """Return the shared memory by way of which a cluster's thread blocks add up pieces of sums."""
+
+    def of_pieces(blocks: int, rows: int, columns: int) -> int:
+        pieces = rows // ROWS_OF_WARP * (columns // _PIECE_COLUMNS)
+        return math.ceil(pieces / blocks) * blocks * ROWS_OF_WARP * _PIECE_COLUMNS * FLOAT_BYTES if blocks > 1 else 0
+
+    columns = max(row.head_dim, row.head_dim_v) if tile.adds_apart else row.head_dim + row.head_dim_v
+    of_keys = of_pieces(tile.cluster_queries, tile.block_n, columns)
+    return max(of_pieces(tile.cluster_keys, tile.block_m, row.head_dim), of_keys)
 
 
 def of_rows(config: Sm80BackwardConfig, entry: str) -> Sm80BackwardConfig:
@@ -145,35 +157,42 @@ def backward(
 
 @kept
 def all_keys(problem: AttentionProblem, *place: Any, num_sms: int) -> tuple[tuple[Sm80BackwardConfig, ...], ...]:
-    """The candidates for the only kernel where a tile has all keys, the fastest first; none where others are faster.
+    """The candidates for the only kernel where a tile, or a cluster's tiles, have all keys, the fastest first.
 
-    Bits repeat without an order of additions, because each result is one thread block's. `place` has the fields of
-    `Place`.
+    There are none where others are faster. Bits repeat without an order of additions, because each result is one thread
+    block's, or is added up in the order of a cluster's. `place` has the fields of `Place`.
     """
     if problem.packed or problem.block_mask or problem.is_empty:
         return ()
     problem = replace(problem, deterministic=False)
-    blocks = problem.batch * problem.num_heads_kv
+    capability = Place(*place).capability
+    table = (*ALONE, *IN_CLUSTERS) if capability >= HOPPER else ALONE
 
-    def tiles_of(tile: Sm80BackwardTile) -> int:
-        return problem.group_size * -(-problem.seqlen_q // tile.block_m)
-
-    def waves_of(tile: Sm80BackwardTile) -> int:
-        return -(-blocks // (num_sms * tile.min_blocks))
+    def time(record: Record[Sm80BackwardTile]) -> float:
+        return sm80_alone.time_of(problem, record, num_sms, capability)
 
     def takes(record: Record[Sm80BackwardTile]) -> bool:
         tile = record.tile
-        is_fast = tiles_of(tile) * tile.block_m * record.head_dim <= _MOST_ELEMENTS_ALONE
-        if waves_of(tile) > 1:  # a thread block has to hide what another waits for
-            is_fast &= tiles_of(tile) == 1 and tile.min_blocks > 1
-        return is_fast and tile.block_n >= problem.seqlen_k
+        tiles, waves = sm80_alone.steps_of(problem, tile.block_m), sm80_alone.waves_of(problem, tile, num_sms)
+        if tile.cluster > 1:
+            return waves == 1 and time(record) < sm80_alone.time_of_three(problem, num_sms)
+        is_fast = tiles * tile.block_m * record.head_dim <= _MOST_ELEMENTS_ALONE
+        if waves > 1:  # a thread block has to hide what another waits for
+            is_fast &= tiles == 1 and tile.min_blocks > 1
+        return is_fast
 
-    def time(record: Record[Sm80BackwardTile]) -> float:
-        tile = record.tile
-        step = _STEP + tile.block_m * tile.block_n / tile.num_warps
-        return waves_of(tile) * (_LAUNCH + tiles_of(tile) * step)
+    lines = tuple(sm80_alone.clustered(table, problem.seqlen_k, capability))
+    return _alone(_candidates(problem, Place(*place), lines, takes, time))
 
-    found = _candidates(problem, Place(*place), ALONE, takes, time)
+
+def of_cluster(
+    problem: AttentionProblem, *place: Any, record: Record[Sm80BackwardTile]
+) -> tuple[tuple[Sm80BackwardConfig, ...], ...]:
+    """The kernel of one record, with its cluster, whatever its time; none where the problem cannot take it."""
+    return _alone(_candidates(problem, Place(*place), (record,), lambda _: True, lambda _: 0.0))
+
+
+def _alone(found: tuple[tuple[Sm80BackwardConfig, ...], ...]) -> tuple[tuple[Sm80BackwardConfig, ...], ...]:
     return tuple((replace(config, all_keys=True),) for (config,) in found)
 
 

@@ -41,6 +41,16 @@ class Sm80BackwardTile:
     bulk_adds: bool = False  # one bulk addition adds all that a warp has of dq (from sm_90 on)
     dq_buffer: bool = False  # the bulk addition reads a buffer of its own, not that of the queries
     short: bool = False  # the tile is for few queries that see a key
+    # Thread blocks of a cluster (from sm_90 on) have a KV head together: so many have a tile of its keys each, and so
+    # many such groups visit other tiles of queries.
+    cluster_keys: int = 1
+    cluster_queries: int = 1
+    adds_apart: bool = False  # these groups add up dk before dv, in the same shared memory
+
+    @property
+    def cluster(self) -> int:
+        """Thread blocks of a cluster."""
+        return self.cluster_keys * self.cluster_queries
 
 
 Records = tuple[Record[Sm80Tile], ...]
@@ -216,8 +226,8 @@ BACKWARD: tuple[Record[Sm80BackwardTile], ...] = (
         Record(Sm80BackwardTile(32, 16, 2, 1, False, query_warps=2)),  # fits 64 KB of shared memory
     ),
 )  # fmt: skip
-# A tile of these has all keys, and no other tile adds to its dq. A thread block has few steps, whose latency counts:
-# those with many warps are the fastest unless several thread blocks share a multiprocessor.
+# A tile of these has all keys, or those of a cluster have, and no others add to dq. A thread block has few steps, whose
+# latency counts: tiles with many warps are the fastest unless several thread blocks share a multiprocessor.
 _SMALL = Sm80BackwardTile(32, 32, 4, 1, True, min_blocks=2, query_warps=2)
 _SQUARE = Sm80BackwardTile(64, 64, 8, 1, True, query_warps=2)
 ALONE: tuple[Record[Sm80BackwardTile], ...] = (
@@ -227,4 +237,22 @@ ALONE: tuple[Record[Sm80BackwardTile], ...] = (
     ),
     *records((MAIN,), HALF, (192, 192), *map(Record, (_SMALL, _OF_192))),
     *records((MAIN,), HALF, (256, 256), *map(Record, (_SMALL, Sm80BackwardTile(64, 64, 8, 1, True, query_warps=4)))),
+)  # fmt: skip
+# These are for clusters, beside those of `ALONE`: of few queries, of few keys, or of many keys.
+_FEW_KEYS = Record(Sm80BackwardTile(64, 32, 4, 1, True, min_blocks=2, query_warps=2))
+IN_CLUSTERS: tuple[Record[Sm80BackwardTile], ...] = (
+    *records(
+        (MAIN,), HALF, (64, 64),
+        _FEW_KEYS,
+        Record(Sm80BackwardTile(32, 64, 4, 1, True, min_blocks=2)),
+        Record(Sm80BackwardTile(32, 128, 4, 1, True), _MORE),
+        Record(Sm80BackwardTile(64, 256, 8, 1, True, query_passes=2), _MORE),
+    ),
+    *records(
+        (MAIN,), HALF, (128, 128),
+        _FEW_KEYS,
+        Record(Sm80BackwardTile(16, 64, 4, 1, True, min_blocks=2)),
+        Record(Sm80BackwardTile(32, 128, 8, 1, True, query_warps=2)),
+    ),
+    *records((MAIN,), HALF, (256, 256), Record(Sm80BackwardTile(32, 64, 8, 1, True, query_warps=2))),
 )  # fmt: skip
