@@ -23,7 +23,7 @@ _LAUNCH, _STEP = 480, 250
 _MEET_US, _BYTES_PER_US = 0.7, 22_000
 # Three launches (rows, gradients, dq) take so long, and for each step of a tile behind the first; the last numbers are
 # of a step of head dim 0, and what a head dim adds. Beyond so many steps thread blocks share them (`QuerySplits`).
-_THREE_LAUNCHES_US, _STEP_US, _STEP_US_OF_DIM, _MOST_STEPS = 17.5, 0.2, 0.005, 16
+_THREE_LAUNCHES_US, _STEP_US, _STEP_US_OF_DIM, _MOST_STEPS = 17.5, 0.2, 0.0065, 16
 _ROWS, _KEYS = 64, 128  # the tile of their main kernel
 
 

@@ -119,6 +119,31 @@ def test_what_nobody_wrote_may_be_copied_and_not_be_read() -> None:
     assert UNINITIALISED in said(CLUSTER_COPY.format(element=1), grid=2)
 
 
+CLUSTER_STORE = """
+struct SharedStorage {{ alignas(16) float received[4]; }};
+extern "C" __global__ void __cluster_dims__(2, 1, 1) k(float* sums) {{
+  extern __shared__ __align__(16) unsigned char bytes[];
+  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(bytes);
+  const unsigned rank = ptx::cluster_rank(), received = ptx::shared_address(shared.received);
+  if (threadIdx.x == 0) {{
+    ptx::store_cluster_x4(ptx::cluster_address(received, {target}), 1, 2, 3, 4);
+  }}
+  __syncwarp();
+  ptx::cluster_arrive();
+  {early}
+  ptx::cluster_wait();
+  if (threadIdx.x == 0) sums[rank] = shared.received[rank];
+}}
+"""
+
+
+def test_stores_to_another_block_are_seen_behind_a_barrier() -> None:
+    read = "if (threadIdx.x == 0) sums[rank] = shared.received[0];"
+    assert said(CLUSTER_STORE.format(target="rank ^ 1", early=""), grid=2) == ""
+    assert said(CLUSTER_STORE.format(target="rank ^ 1", early=read), grid=2) != ""
+    assert UNINITIALISED in said(CLUSTER_STORE.format(target="0", early=""), grid=2)
+
+
 STORE = """
 struct SharedStorage {{ alignas(128) unsigned short rows[8][64]; }};
 extern "C" __global__ void k(const __grid_constant__ ptx::TensorMap map) {{

@@ -82,7 +82,9 @@ def options_of(config: KernelConfig) -> Iterator[tuple[str, str, Any]]:
 
 
 def name_of(arch: str, config: KernelConfig) -> str:
-    further = [name for name, x in asdict(config).items() if name in _TOLD_APART and x]
+    of: dict[str, Any] = asdict(config)
+    further = [name for name, x in of.items() if name in _TOLD_APART and x]
+    further += [f"{name}_{of[name]}" for name in ("cluster_keys", "cluster_queries") if of.get(name, 1) > 1]
     words = [config.entry, config.head_dim, config.head_dim_v, config.tile, config.flags, *further]
     return f"{arch}-{'-'.join(map(str, words))}"
 
@@ -151,7 +153,7 @@ def case_of(config: KernelConfig, dtype: str) -> Case:
     if isinstance(config, Sm90ForwardConfig):
         queries, keys = lengths_of(config, dtype)
     elif of.get("all_keys"):
-        queries, keys = config.block_m + 5, config.block_n - 3
+        queries, keys = config.block_m * of["cluster_queries"] + 5, config.block_n * of["cluster_keys"] - 3
     elif config.entry == sm80_backward.MAIN and is_for_long_walks(config):
         queries = sm80_backward._SHORT + queries
     if of.get("has_mask_vectors") or of.get("has_mask_tiles"):

@@ -370,9 +370,14 @@ def _clusters() -> list[Case]:
     remote += "if (t == 0) { ptx::mbarrier_arrive_expect(bar, 512);"
     remote += " ptx::bulk_copy_cluster(ptx::cluster_address(base + 256, other), base + 8192, 512, far); }\n  "
     remote += "ptx::mbarrier_arrive_cluster(far);\n  while (!ptx::mbarrier_try_wait_cluster(bar, 0)) {}\n  "
+    stored = "fill(smem, in, 4096);\n  " + join + "const unsigned to = base + 2048 + 16 * (31 - lane);\n  "
+    stored += "float x[4]; for (int i = 0; i < 4; i++) x[i] = as_float(in[4 * t + i] + ptx::cluster_rank());\n  "
+    stored += "ptx::store_cluster_x4(ptx::cluster_address(to, ptx::cluster_rank() ^ 1), x[0], x[1], x[2], x[3]);\n  "
+    stored += join
     return [
         Case("tma_load_multicast", "sm_90a", multicast + _WAIT + dump, random_words, cluster=2, map=tensor),
         Case("bulk_copy_cluster", "sm_90a", remote + dump, random_words, cluster=2),
+        Case("store_cluster_x4", "sm_90a", stored + dump, random_words, cluster=2),
     ]
 
 
