@@ -1,9 +1,10 @@
 // Gradients by mma.sync for 16-bit inputs (sm_75 and newer): FlashAttention-2 (Dao 2023), Algorithm 2, in one pass. A
 // block keeps BLOCK_N keys and loops over the tiles of queries that see them. Scores are transposed, so weights and
 // their gradients stay in registers as left factors of dV and dK; dQ goes by way of shared memory, and is added up in
-// global memory (gradient_rows.cuh), or written where a tile has all keys (ALL_KEYS). QUERY_WARPS warps have the same
-// FRAGMENTS * 16 keys, each other queries and other columns of dv and dk. backward_rows.cu has the kernels before and
-// behind; gradients.cuh is the version without atomics, sm90/backward/backward.cu Hopper's.
+// global memory (gradient_rows.cuh), or written where a tile, or those of a cluster (cluster.cuh), has all keys
+// (ALL_KEYS). QUERY_WARPS warps have the same FRAGMENTS * 16 keys, each other queries and other columns of dv and dk.
+// backward_rows.cu has the kernels before and behind; gradients.cuh is the version without atomics,
+// sm90/backward/backward.cu Hopper's.
 #include "../fragment/gradient_fragment.cuh"
 #include "../fragment/slope_sum.cuh"
 #include "delta.cuh"
