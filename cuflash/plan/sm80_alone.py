@@ -51,12 +51,12 @@ def steps_of(problem: AttentionProblem, block_m: int) -> int:
 
 
 def waves_of(problem: AttentionProblem, tile: Sm80BackwardTile, num_sms: int) -> int:
-    """Return how many clusters run one behind the other, where each runs within a part of the GPU."""
+    """Return how many clusters run one behind the other, each within a part of the GPU; more than one without parts."""
     at_once = num_sms * tile.min_blocks
     if tile.cluster > 1:
         at_once = num_sms // SMS_OF_GPC * (SMS_OF_GPC * tile.min_blocks // tile.cluster)
     heads = problem.batch * problem.num_heads_kv
-    return math.ceil(heads / at_once) if at_once else heads
+    return math.ceil(heads / at_once) if at_once else heads + 1
 
 
 def time_of(problem: AttentionProblem, record: Record[Sm80BackwardTile], num_sms: int, capability: Capability) -> float:
