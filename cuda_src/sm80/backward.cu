@@ -261,7 +261,7 @@ struct KeyWarp {
                              int column) const {
     if (p.dq.data == nullptr) return;
     const Pieces pieces(s.rows_q - block * BLOCK_M, BLOCK_M, p.head_dim);
-    const DqSum sum{shared.sums, key_rank(), query_rank() * CLUSTER_KEYS, 1};
+    const DqSum sum{shared.sums(), key_rank(), query_rank() * CLUSTER_KEYS, 1};
     wait_for_cluster();
     sum.send(dq, 0, pieces, row, column);
     sync_cluster();
@@ -294,7 +294,7 @@ struct KeyWarp {
 
   // add_in_cluster() adds up dk and dv over the thread blocks that have the same keys, and writes them.
   DEVICE void add_in_cluster(const KeyGradients& sums) const {
-    const KeySum sum{shared.sums, query_rank(), key_rank(), CLUSTER_KEYS};
+    const KeySum sum{shared.sums(), query_rank(), key_rank(), CLUSTER_KEYS};
     const Pieces of_dk(s.rows_k - tile_key, BLOCK_N, p.head_dim), of_dv(s.rows_k - tile_key, BLOCK_N, p.head_dim_v);
     wait_for_cluster();
     sum.send(sums.dk, 0, of_dk, warp_key, dk_column);

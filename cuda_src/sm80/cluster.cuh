@@ -105,6 +105,17 @@ constexpr int DQ_SUM_BYTES = sum_bytes(CLUSTER_KEYS, BLOCK_M, HEAD_DIM),
               KEY_SUM_BYTES = sum_bytes(CLUSTER_QUERIES, BLOCK_N, KEY_COLUMNS),
               SUM_BYTES = DQ_SUM_BYTES > KEY_SUM_BYTES ? DQ_SUM_BYTES : KEY_SUM_BYTES;
 
+// SumStorage is the room of a cluster's sums; without a cluster it takes none.
+template <int BYTES>
+struct SumStorage {
+  alignas(16) unsigned char bytes[BYTES];
+  DEVICE unsigned char* sums() { return bytes; }
+};
+template <>
+struct SumStorage<0> {
+  DEVICE unsigned char* sums() { return nullptr; }
+};
+
 // write_piece() writes piece `number` of a matrix whose first row is `row` of `data` (rows, head_dim), times a factor.
 DEVICE void write_piece(int number, const Pieces& pieces, Element* data, i64 row_stride, int row, int len, int rows,
                         int head_dim, const float (&x)[PIECE], float scale) {

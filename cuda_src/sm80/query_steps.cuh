@@ -28,7 +28,7 @@ using QueryTile = SharedTile<BLOCK_M, HEAD_DIM, DERIVES_ADDRESSES && !HAS_WINDOW
 using DoutTile = SharedTile<BLOCK_M, HEAD_DIM_V, DERIVES_ADDRESSES && !HAS_WINDOW>;
 using ScoreTile = SharedTile<BLOCK_N, BLOCK_M, DERIVES_ADDRESSES>;
 
-struct SharedStorage {
+struct SharedStorage : SumStorage<SUM_BYTES> {
   alignas(128) unsigned char k[KeyTile::BYTES];                       // (BLOCK_N, HEAD_DIM)
   alignas(128) unsigned char v[COMPUTES_DK ? ValueTile::BYTES : 16];  // (BLOCK_N, HEAD_DIM_V)
   alignas(128) unsigned char q[STAGES * QueryTile::BYTES];            // (STAGES, BLOCK_M, HEAD_DIM)
@@ -39,7 +39,6 @@ struct SharedStorage {
   float lse[STAGES][BLOCK_M], delta[STAGES][BLOCK_M + LOADS_SLOT];  // the slot's bits stand last in delta
   Work work;                                            // read again and again, because registers are scarce
   int* pending_signals[DETERMINISTIC ? NUM_WARPS : 1];  // each warp's place in the order that it has not passed on
-  alignas(16) unsigned char sums[CLUSTER > 1 ? SUM_BYTES : 16];  // ClusterSum's
 };
 static_assert(BLOCK_N == FRAGMENTS * KEY_WARPS * 16 && FRAGMENT_QUERIES % 16 == 0, "whole fragments");
 static_assert(QUERY_WARPS == 1 || QUERY_PASSES == 1, "warps that share their weights have them at once");

@@ -1,7 +1,7 @@
 """Clusters and predicted times of the backward kernel that runs alone, where a tile, or a cluster, has all keys.
 
-All times are microseconds. They are fitted to an H200, where a kernel without a cluster takes 8 to 10 for one tile of
-queries, 14 for two, 19 for four of head dim 64 and 33 for four of head dim 160.
+All times are microseconds, of an H200 in CUDA graphs. Of 28 problems whose kernels were timed half are predicted within
+10%; the others, most of which have several steps of wide heads, take up to twice as long, or half.
 """
 
 from __future__ import annotations
@@ -15,16 +15,19 @@ from cuflash.plan.record import HOPPER, Capability, Record
 from cuflash.plan.sm80_tiles import Sm80BackwardTile
 from cuflash.problem.attention_problem import AttentionProblem
 
-# A warp computes so many scores of the first head dim below in a microsecond, so many while its thread block begins and
-# ends, and so many while a step waits for others.
-_SCORES_PER_US, _HEAD_DIM = 138, 128
-_LAUNCH, _STEP = 480, 250
-# A cluster takes so long to meet for an exchange of sums, and a thread block sends so many of their bytes at a time.
-_MEET_US, _BYTES_PER_US = 0.7, 22_000
-# Three launches (rows, gradients, dq) take so long, and for each step of a tile behind the first; the last numbers are
-# of a step of head dim 0, and what a head dim adds. Beyond so many steps thread blocks share them (`QuerySplits`).
-_THREE_LAUNCHES_US, _STEP_US, _STEP_US_OF_DIM, _MOST_STEPS = 17.5, 0.2, 0.0065, 16
+# A kernel takes so long to begin and to end, and so long for a tile of queries, which grows with each column of its
+# head dim. That is a tile with so many scores of a warp; as many more add a share of it.
+_LAUNCH_US, _STEP_US, _STEP_US_OF_COLUMN = 2.6, 2.0, 0.03
+_SCORES_OF_WARP, _SHARE_OF_SCORES = 256, 0.2
+# A cluster takes so long to meet for an exchange of sums, of whose bytes a thread block sends so many in a microsecond.
+_MEET_US, _BYTES_PER_US = 0.7, 14_000
+# Three launches (rows, gradients, dq) take so long, and for each tile of queries behind the first, of which a column of
+# the head dim takes a part. With more tiles than so many thread blocks share them (`QuerySplits`), and add up shares.
+_THREE_LAUNCHES_US, _NEXT_US, _NEXT_US_OF_COLUMN = 17.5, 0.2, 0.0065
+_MOST_STEPS, _ADDING_US = 16, 3.0
 _ROWS, _KEYS = 64, 128  # the tile of their main kernel
+# A cluster is taken where it is predicted to take so much of the time of three launches, as predictions err.
+_LEAST_GAIN = 0.9
 
 
 def clustered(
@@ -51,36 +54,51 @@ def steps_of(problem: AttentionProblem, block_m: int) -> int:
 
 
 def waves_of(problem: AttentionProblem, tile: Sm80BackwardTile, num_sms: int) -> int:
-    """Return how many clusters run one behind the other, each within a part of the GPU; more than one without parts."""
+    """Return how many clusters run one behind the other, each within a part of the GPU; more than one without parts.
+
+    Thread blocks of a cluster take multiprocessors by twos.
+    """
     at_once = num_sms * tile.min_blocks
     if tile.cluster > 1:
-        at_once = num_sms // SMS_OF_GPC * (SMS_OF_GPC * tile.min_blocks // tile.cluster)
+        pairs = 2 * math.ceil(tile.cluster / 2)
+        at_once = num_sms // SMS_OF_GPC * (SMS_OF_GPC * tile.min_blocks // pairs)
     heads = problem.batch * problem.num_heads_kv
     return math.ceil(heads / at_once) if at_once else heads + 1
 
 
-def time_of(problem: AttentionProblem, record: Record[Sm80BackwardTile], num_sms: int, capability: Capability) -> float:
+def time_of(problem: AttentionProblem, record: Record[Sm80BackwardTile], num_sms: int) -> float:
     """Return the predicted time of a kernel that runs alone."""
     tile = record.tile
-    width = record.head_dim / _HEAD_DIM if capability >= HOPPER else 1
-    step = (_STEP + width * tile.block_m * tile.block_n / tile.num_warps) / _SCORES_PER_US
+    scores = tile.block_m * tile.block_n / tile.num_warps / _SCORES_OF_WARP
+    step = (_STEP_US + _STEP_US_OF_COLUMN * record.head_dim) * (1 + _SHARE_OF_SCORES * (scores - 1))
+    # Thread blocks that share a multiprocessor wait for one another in further steps.
+    blocks = problem.batch * problem.num_heads_kv * tile.cluster
+    next_step = step * max(min(blocks / num_sms, tile.min_blocks), 1)
+    steps = math.ceil(steps_of(problem, tile.block_m) / tile.cluster_queries)
+    time = _LAUNCH_US + step + (steps - 1) * next_step
     if tile.cluster_keys > 1:
-        step += _adding_time(tile.block_m, problem.seqlen_q, problem.head_dim)
-    time = _LAUNCH / _SCORES_PER_US + math.ceil(steps_of(problem, tile.block_m) / tile.cluster_queries) * step
+        time += steps * _adding_time(min(tile.block_m, problem.seqlen_q), problem.head_dim)
     if tile.cluster_queries > 1:
-        time += _adding_time(tile.block_n, problem.seqlen_k, problem.head_dim + problem.head_dim_v)
-        time += _MEET_US * tile.adds_apart
+        time += _adding_time(tile.block_n, problem.head_dim + problem.head_dim_v) + _MEET_US * tile.adds_apart
     return waves_of(problem, tile, num_sms) * time
 
 
-def _adding_time(block: int, rows: int, columns: int) -> float:
-    """Return the time in which a cluster adds up the rows of a tile, but for those that the result does not have."""
-    return _MEET_US + min(block, rows) * columns * FLOAT_BYTES / _BYTES_PER_US
+def _adding_time(rows: int, columns: int) -> float:
+    """Return the time in which a cluster adds up the sums of a tile."""
+    return _MEET_US + rows * columns * FLOAT_BYTES / _BYTES_PER_US
+
+
+def is_faster(problem: AttentionProblem, record: Record[Sm80BackwardTile], num_sms: int) -> bool:
+    """Tell whether a cluster is predicted to be faster than three launches."""
+    is_alone = waves_of(problem, record.tile, num_sms) == 1
+    return is_alone and time_of(problem, record, num_sms) < _LEAST_GAIN * time_of_three(problem, num_sms)
 
 
 def time_of_three(problem: AttentionProblem, num_sms: int) -> float:
     """Return the predicted time of the kernels that others than this family's only one launch."""
-    steps = min(steps_of(problem, _ROWS), _MOST_STEPS) - 1
+    steps = steps_of(problem, _ROWS)
+    if steps > _MOST_STEPS:
+        return _THREE_LAUNCHES_US + _ADDING_US
     tiles = problem.batch * problem.num_heads_kv * math.ceil(problem.seqlen_k / _KEYS)
-    step = _STEP_US + _STEP_US_OF_DIM * max(problem.head_dim, problem.head_dim_v)
-    return _THREE_LAUNCHES_US + math.ceil(tiles / num_sms) * steps * step
+    step = _NEXT_US + _NEXT_US_OF_COLUMN * max(problem.head_dim, problem.head_dim_v)
+    return _THREE_LAUNCHES_US + math.ceil(tiles / num_sms) * (steps - 1) * step

@@ -169,13 +169,13 @@ def all_keys(problem: AttentionProblem, *place: Any, num_sms: int) -> tuple[tupl
     table = (*ALONE, *IN_CLUSTERS) if capability >= HOPPER else ALONE
 
     def time(record: Record[Sm80BackwardTile]) -> float:
-        return sm80_alone.time_of(problem, record, num_sms, capability)
+        return sm80_alone.time_of(problem, record, num_sms)
 
     def takes(record: Record[Sm80BackwardTile]) -> bool:
         tile = record.tile
-        tiles, waves = sm80_alone.steps_of(problem, tile.block_m), sm80_alone.waves_of(problem, tile, num_sms)
         if tile.cluster > 1:
-            return waves == 1 and time(record) < sm80_alone.time_of_three(problem, num_sms)
+            return sm80_alone.is_faster(problem, record, num_sms)
+        tiles, waves = sm80_alone.steps_of(problem, tile.block_m), sm80_alone.waves_of(problem, tile, num_sms)
         is_fast = tiles * tile.block_m * record.head_dim <= _MOST_ELEMENTS_ALONE
         if waves > 1:  # a thread block has to hide what another waits for
             is_fast &= tiles == 1 and tile.min_blocks > 1
