@@ -29,10 +29,13 @@ def can_forward(p: AttentionProblem) -> bool:
         return False
     sizes = p.batch, p.seqlen_q, p.seqlen_k, p.num_heads_q, p.num_heads_kv, p.head_dim, p.head_dim_v
     plain = AttentionProblem(*sizes, p.dtype, softmax_scale=p.softmax_scale)
-    # The CPU path heeds none of these. A causal query that is alone sees all keys.
+    # The CPU path heeds none of these. A side of a window hides nothing where the first query sees the last key, as a
+    # causal query does that is alone, or the last query the first key.
     heedless = replace(p, deterministic=None, precision=None, num_splits=None, out_dtype=None)
-    if p.seqlen_q == 1 and p.window_right is not None and p.window_right >= 0:
+    if p.window_right is not None and p.window_right >= p.seqlen_q - 1:
         heedless = replace(heedless, window_right=None)
+    if p.window_left is not None and p.window_left >= p.seqlen_k - 1:
+        heedless = replace(heedless, window_left=None)
     return heedless == plain and fits_one_tile(plain)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import Case, accum_dtype, assert_same_bits, gaussian, same_bits
+from cases import Case, accum_dtype, assert_same_bits, gaussian, gaussian_case, same_bits
 from devices import Device
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -261,7 +261,16 @@ def test_causal_is_a_window(device: Device, case: Case, left: int | None) -> Non
 @given(data=st.data())
 def test_a_window_beyond_everything_is_no_window(device: Device, packed: bool, data: st.DataObject) -> None:
     """A window's sides may be of any size, far beyond 32 and 64 bits."""
-    case = data.draw(cases(packed=packed, without=("causal", "window")))
+    assert_windows_hide_nothing(device, data.draw(cases(packed=packed, without=("causal", "window"))))
+
+
+@pytest.mark.parametrize("seqlens", [(1, 4), (3, 4), (5, 1)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_window_beyond_few_keys_is_no_window(device: Device, dtype: str, seqlens: tuple[int, int]) -> None:
+    assert_windows_hide_nothing(device, gaussian_case(0, dtype, seqlens, (2, 1), (1, 1), 1))
+
+
+def assert_windows_hide_nothing(device: Device, case: Case) -> None:
     out, lse = case.on(device).forward()
     for side in (2**31 - 1, 2**31, 2**63, 2**80):
         for window in ((side, None), (None, side), (side, side)):
