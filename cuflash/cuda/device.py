@@ -102,11 +102,11 @@ class Device:
         self._current_stream = cupy.cuda.get_current_stream
         self._is_capturing = cupy.cuda.runtime.streamIsCapturing
 
-    def tensor_map(self, address: int, *description: Any) -> Array:
+    def tensor_map(self, address: int, *description: Any, once: bool = False) -> Array:
         """Describe an array for TMA, as `driver.encode_tensor_map` does."""
         if not self.namespace.cuda.driver.ctxGetCurrent():
             _begin_thread(self.namespace, self.index)
-        return encode_tensor_map(address, *description)
+        return encode_tensor_map(address, *description, once=once)
 
     def load(self, source: str, entry: str, smem_bytes: int, options: tuple[str, ...] = ()) -> LoadedKernel:
         """Compile `source`, or take it from a cache, and return its entry for the current device."""

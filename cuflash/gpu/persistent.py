@@ -16,6 +16,7 @@ from cuflash.gpu.launch import ExtraArguments
 from cuflash.gpu.params import SCORE_TENSORS, Arrays, word_of
 from cuflash.hardware import ALIGNMENT, SWIZZLE_BYTES
 from cuflash.kept import Kept
+from cuflash.plan import sm90_forward
 from cuflash.problem.attention_problem import Array, AttentionProblem
 
 _COUNTER_WORD = word_of("tile_counter")
@@ -58,13 +59,14 @@ class Persistent(ExtraArguments):
         super().__init__((takers * cluster,), [np.zeros(1, TENSOR_MAP)] * len(boxes))
         self._counter = TileCounter(device, tiles > takers and counts)
         self._device = device
+        self._once = sm90_forward.has_few_queries(problem)
         self._words = tuple([word_of(box.name) for box in boxes])
         self._tiled = [_tiled(problem, box, arrays[box.name]) for box in boxes]
         self._maps = KeptMaps(self._make_maps)
 
     def _make_maps(self, addresses: tuple[int, ...]) -> list[Array]:
         tiled = zip(addresses, self._tiled, strict=True)
-        return [self._device.tensor_map(address, *description) for address, description in tiled]
+        return [self._device.tensor_map(address, *description, once=self._once) for address, description in tiled]
 
     def fill(self, words: Words, begins: tuple[int, ...], stream: int) -> None:
         """Write the maps and a free counter, as `ExtraArguments.fill` says."""

@@ -302,7 +302,7 @@ class CpuDevice:
         self.smem_limit = SMEM_LIMITS[capability]
         self.has_wgmma = capability == (9, 0)
         self.name = f"CPU as sm_{capability[0]}{capability[1]}"
-        self.tensor_map = lambda *description: tensor_map.encode(*description)
+        self.tensor_map = lambda *description, once=False: tensor_map.encode(*description)
         self._check = check
 
     def begin_thread(self) -> None:
