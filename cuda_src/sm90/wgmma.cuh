@@ -144,12 +144,14 @@ DEVICE void write_rows(Element* data, i64 row_stride, int row, int len, int rows
     }
     __syncwarp();
     const int columns_left = head_dim - (panel * PANEL + to_chunk * VECTOR);
+    // A panel whose columns the fragment has in part is staged in part.
+    const bool is_staged = N % (PANEL / 2) == 0 || columns_left > 0;
     const int rows_left = columns_left > 0 ? rows - row - to_row : 0;
     const auto staged = [&](int i) {
       return reinterpret_cast<const Vector*>(staging + (i + to_row) * ROW_BYTES +
                                              (to_chunk ^ (i + to_row) % CHUNKS) * CHUNK);
     };
-    if (vectors) {
+    if (vectors && is_staged) {
       Vector x[ROWS_OF_WARP / ROWS_AT_ONCE];
 #pragma unroll
       for (int i = 0; i < ROWS_OF_WARP; i += ROWS_AT_ONCE) x[i / ROWS_AT_ONCE] = *staged(i);

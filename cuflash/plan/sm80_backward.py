@@ -173,7 +173,7 @@ def all_keys(problem: AttentionProblem, *place: Any, num_sms: int) -> tuple[tupl
 
     def takes(record: Record[Sm80BackwardTile]) -> bool:
         tile = record.tile
-        if tile.cluster > 1:
+        if tile.cluster > 1 or record not in ALONE:
             return sm80_alone.is_faster(problem, record, num_sms)
         tiles, waves = sm80_alone.steps_of(problem, tile.block_m), sm80_alone.waves_of(problem, tile, num_sms)
         is_fast = tiles * tile.block_m * record.head_dim <= _MOST_ELEMENTS_ALONE

@@ -147,6 +147,14 @@ def test_hoppers_own_kernels_have_no_defect_that_the_checked_mode_sees(case: Cas
         assert "forward_sm90" in taken or (case.q.shape[1] == 1 and decode.ENTRY in taken)
 
 
+@pytest.mark.parametrize("head_dim", [8, 40, 104, 144])
+def test_columns_that_a_kernel_lacks_are_never_read(head_dim: int) -> None:
+    """A panel of shared memory has 64 columns, of which kernels for other head dims write some."""
+    block_mask = cuflash.BlockMask.random(150, 200, 0.5, seed=1)
+    with hook.kernels_on(HOPPER):
+        assert_agrees(gaussian_case(0, "bfloat16", (150, 200), (2, 1), (head_dim, head_dim), 1, block_mask=block_mask))
+
+
 @pytest.mark.skipif(not build.has_sanitizers(), reason=build.NO_SANITIZERS)
 @pytest.mark.parametrize("options", [{}, {"window": (20, 3), "kv_lengths": [50]}], ids=["plain", "window, lengths"])
 def test_kernels_stay_within_their_arrays(capability: tuple[int, int], options: dict[str, Any]) -> None:
