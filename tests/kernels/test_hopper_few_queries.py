@@ -176,7 +176,7 @@ def test_heads_are_rows_of_a_tile_where_tiles_of_one_head_would_be_nearly_empty(
 
     def wide(heads_kv: int, batch: int, **options: Any) -> AttentionProblem:
         asked = problem(136, 891, 23, heads_kv, batch=batch, **options)
-        return replace(asked, head_dim=160, head_dim_v=160)
+        return replace(asked, head_dim=192, head_dim_v=192)
 
     assert chosen(wide(1, 10)).config.queries_of_tile(wide(1, 10)) == 128 // 23
     assert not chosen(wide(1, 10, alibi=(1, 23))).config.packs_heads
