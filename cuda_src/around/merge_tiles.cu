@@ -5,9 +5,8 @@
 #include "../fragment/softmax.cuh"
 #include "../sm90/forward/work_list.cuh"
 
-constexpr int COLUMNS_OF_LANE = HEAD_DIM_V / WARP;
-static_assert(HEAD_DIM_V % WARP == 0,
-              "a part's rows are as wide as the kernel's, which writes zeros behind head_dim_v");
+// A part's rows have HEAD_DIM_V columns, as the kernel's have, which writes zeros behind head_dim_v.
+constexpr int COLUMNS_OF_LANE = (HEAD_DIM_V + WARP - 1) / WARP;
 
 extern "C" __global__ void __launch_bounds__(THREADS) merge_tiles(const AttentionParams p) {
   constexpr int WARPS = THREADS / WARP;
@@ -34,7 +33,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge_tiles(const Attentio
       const Accum* columns = p.part_outs + part_row(p, tile.first_part + part, head_kv, row) * HEAD_DIM_V;
       total += own;
 #pragma unroll
-      for (int i = 0; i < COLUMNS_OF_LANE; i++) sum[i] += own * columns[lane + i * WARP];
+      for (int i = 0; i < COLUMNS_OF_LANE; i++) {
+        if ((i + 1) * WARP <= HEAD_DIM_V || lane + i * WARP < HEAD_DIM_V) sum[i] += own * columns[lane + i * WARP];
+      }
     }
     const Accum inverse = total == 0 ? 0 : 1 / total;
     Element* out = p.out.at(0, begin + query, head);
