@@ -15,7 +15,7 @@ from cuflash.plan import sm90_few_queries, sm90_forward
 from cuflash.plan.key_splits import keys_seen
 from cuflash.plan.sm90_config import Sm90ForwardConfig
 from cuflash.plan.sm90_forward import config_for, has_few_queries
-from cuflash.plan.sm90_times import MANY_WAVES, times_of
+from cuflash.plan.sm90_times import MANY_WAVES, Times, is_timed, times_by_products, times_of
 from cuflash.problem.attention_problem import AttentionProblem
 
 # A multiprocessor is given a quantum of work at most so many times, in quarters: with more, what the chunks cost
@@ -38,7 +38,9 @@ def config_of_list(problem: AttentionProblem, config: Sm90ForwardConfig, num_sms
     of_inputs = config.has_bias_tiles, config.has_mask_tiles
     tiles = (config_for(problem, *of_inputs, few_queries=few, heads_are_rows=True) for few in (True, False))
     found = [replace(tile, has_work_list=True, pair=1) for tile in tiles if tile.packs_heads]
-    times = [predicted_us(problem, tile, num_sms) for tile in found]
+    # Measured times and predicted ones do not compare.
+    times_of_tile = times_of if all(map(is_timed, found)) else times_by_products
+    times = [predicted_us(problem, tile, num_sms, times_of_tile(tile)) for tile in found]
     good = (tile for tile, time in zip(found, times, strict=True) if time <= min(times) * (1 + sm90_few_queries.EQUAL))
     return next(good, None)
 
@@ -49,9 +51,11 @@ def _extends_caches(problem: AttentionProblem, config: Sm90ForwardConfig, num_sm
     return has_caches and tiles < MANY_WAVES * num_sms
 
 
-def predicted_us(problem: AttentionProblem, config: Sm90ForwardConfig, num_sms: int) -> float:
-    """Microseconds of a pass whose work is dealt out evenly, but for its launches: those of memory or of products."""
-    times = times_of(config)
+def predicted_us(problem: AttentionProblem, config: Sm90ForwardConfig, num_sms: int, times: Times) -> float:
+    """Microseconds of a pass whose work is dealt out evenly, but for its launches: those of memory or of products.
+
+    `times` are those of the kernel's tile.
+    """
     seen = keys_seen(problem, config.queries_of_tile(problem))
     steps = math.ceil(seen / config.block_n)
     computing = most_tiles(problem, config) * problem.num_heads_kv * (steps * times.step + times.tile) / num_sms

@@ -105,8 +105,12 @@ def is_timed(kernel: _Kernel) -> bool:
 
 def times_of(kernel: _Kernel) -> Times:
     """Times of a kernel: measured ones of its tile, or predicted ones."""
-    flops = _flops(kernel, kernel.head_dim, kernel.head_dim_v)
-    return _known(kernel) or _OTHER._replace(step=_STEP + flops / _FLOPS)
+    return _known(kernel) or times_by_products(kernel)
+
+
+def times_by_products(kernel: _Kernel) -> Times:
+    """Times of a kernel, predicted from its products alone."""
+    return _OTHER._replace(step=_STEP + _flops(kernel, kernel.head_dim, kernel.head_dim_v) / _FLOPS)
 
 
 def tile_us(kernel: _Tile) -> float:
