@@ -47,6 +47,16 @@ DEVICE int larger(int a, int b) { return a > b ? a : b; }
 DEVICE int smaller(int a, int b) { return a < b ? a : b; }
 DEVICE int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
+// Either is A where FIRST, else B.
+template <bool FIRST, class A, class B>
+struct Either {
+  using Type = A;
+};
+template <class A, class B>
+struct Either<false, A, B> {
+  using Type = B;
+};
+
 constexpr u32 ALL_LANES = 0xffffffffu;
 constexpr Accum LOG2_E = 1.4426950408889634;
 

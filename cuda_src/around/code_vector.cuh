@@ -1,16 +1,6 @@
 // This header makes elements of 16 bits of e4m3 codes, which is exact, and rounds numbers to e4m3.
 #include "../fragment/fragment.cuh"
 
-// Either is A where FIRST, else B.
-template <bool FIRST, class A, class B>
-struct Either {
-  using Type = A;
-};
-template <class A, class B>
-struct Either<false, A, B> {
-  using Type = B;
-};
-
 constexpr int CODES = 16;  // codes that one access moves
 
 union CodeVector {

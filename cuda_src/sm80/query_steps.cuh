@@ -46,15 +46,7 @@ static_assert(!DQ_IN_QUERIES || (ONE_BARRIER && HEAD_DIM == HEAD_DIM_V), "as man
 static_assert(BLOCK_M <= NUM_THREADS, "a thread has a query's lse and delta");
 
 // StepIterator iterates over the steps of a thread block.
-template <bool ALONE>
-struct StepIteratorOf {
-  using Type = QueryTileIterator;
-};
-template <>
-struct StepIteratorOf<false> {
-  using Type = ClusterQueryTileIterator;
-};
-using StepIterator = StepIteratorOf<CLUSTER == 1>::Type;
+using StepIterator = Either<CLUSTER == 1, QueryTileIterator, ClusterQueryTileIterator>::Type;
 
 // Step is a tile of queries.
 struct Step {

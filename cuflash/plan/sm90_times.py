@@ -27,10 +27,11 @@ class Times(NamedTuple):
     tile: float  # a tile of queries, besides its steps
 
 
-# Those of head dims 64 and 128 are fitted to 2,000 times of 195 problems in CUDA graphs, drawn at random in log scale
-# (batch 1 and 2, 1 to 32 heads, 512 to 16k queries and keys, full and causal), on an H200: half of them are within 4%,
-# nine of ten within 12%. The others are fitted to some 90 problems each (batch 1 to 11, 1 to 45 heads, 90 to 23k
-# queries, 32 to 23k keys): half are within 2 to 6%, nine of ten within 9 to 23%. Keys are head dim, block_m, block_n.
+# The times of head dims 64 and 128 are fitted to 2,000 times of 195 problems in CUDA graphs, drawn at random in log
+# scale (batch 1 and 2, 1 to 32 heads, 512 to 16k queries and keys, full and causal), on an H200: half of them are
+# within 4%, nine of ten within 12%. The others are fitted to some 90 problems each (batch 1 to 11, 1 to 45 heads, 90 to
+# 23k queries, 32 to 23k keys): half are within 2 to 6%, nine of ten within 9 to 23%. Keys are head dim, block_m,
+# block_n.
 _MEASURED = {
     (64, 256, 64): Times(2.4, 1.044, 2.5),
     (64, 192, 128): Times(2.4, 1.472, 3.0),

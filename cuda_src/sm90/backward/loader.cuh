@@ -204,15 +204,6 @@ DEVICE DqStep next_dq_step(const SharedStorage& shared, Rings& rings) {
   return step;
 }
 
-template <bool GROUPED>
-struct QueryTileIteratorOf {
-  using Type = GroupedQueryTileIterator;
-};
-template <>
-struct QueryTileIteratorOf<false> {
-  using Type = QueryTileIterator;
-};
-
 // Index is where the first block of a pair tells the second one which tile they take.
 struct Index {
   uint4 index;  // the index is in x, because a copy has 16 bytes
@@ -282,7 +273,7 @@ DEVICE void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings ri
     __syncwarp();
     const Sequence& s = work.sequence;
     if ((work.tile - rank()) * BLOCK_N >= s.rows_k) continue;
-    typename QueryTileIteratorOf<!DETERMINISTIC && !HAS_BLOCK_MASK>::Type iterator(
+    typename Either<!DETERMINISTIC && !HAS_BLOCK_MASK, GroupedQueryTileIterator, QueryTileIterator>::Type iterator(
         p, work, index / (gridDim.x / PAIR), splits == 1 ? QueryPart(p) : QueryPart(p, split));
     const int first_key = work.tile * BLOCK_N;
     if (lane() == 0) {
