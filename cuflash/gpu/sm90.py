@@ -171,9 +171,13 @@ def _first_forward(work: Work, config: Sm90ForwardConfig) -> Forward | None:
 
 
 def _is_out_expressible(work: Work) -> bool:
-    """Tell whether a tensor map can describe the result, so that TMA writes it."""
-    layouts = work.layouts(("out",))
-    return layouts is not None and sm90_forward.expressible(*layouts[0])
+    return _is_expressible(work, work.arrays["out"])
+
+
+def _is_expressible(work: Work, x: Array) -> bool:
+    """Tell whether a tensor map can describe a result, so that TMA writes it."""
+    layout = _layout(work, x)
+    return layout is not None and sm90_forward.expressible(*layout)
 
 
 def _layout(work: Work, x: Array | None) -> Layout | None:
@@ -240,19 +244,20 @@ class Gradients(_OfQueries):
 
     def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
         """Return the numbers of tiles (of one head, in all, once a split); two tiles of a cluster count as one."""
-        tiles = num_tiles(problem, problem.seqlen_k, self.config.block_n * self.config.pair)
+        tiles = num_tiles(problem, problem.seqlen_k, self.config.keys)
         return tiles, tiles * batch_heads(problem, problem.num_heads_kv) * self.splits.in_all
 
     def extra_arguments(
         self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int
     ) -> Persistent:
-        """Return the tensor maps of the arrays that TMA reads."""
+        """Return the tensor maps of the arrays that TMA reads or writes."""
         m, n = self.config.block_m, self.config.block_n
         pair = self.config.pair
         # A map of v stands in for a map that the kernel does not read.
         bias = Box("bias", m) if self.config.has_bias_tiles else Box("v", n)
         dbias = Box("dbias", m) if self.config.writes_dbias else Box("v", n)
-        maps = (Box("q", m), Box("k", n * pair), Box("v", n), Box("dout", m), bias, dbias)
+        dq = Box("dq", hardware.ROWS_OF_WARPGROUP) if self.config.writes_dq else Box("v", n)
+        maps = (Box("q", m), Box("k", n * pair), Box("v", n), Box("dout", m), bias, dbias, dq)
         return Persistent(problem, maps, arrays, device, tiles, pair)
 
 
@@ -277,6 +282,8 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays, adds: bool = False) -
     if splits.in_all > 1:
         configs = tuple(map(with_query_splits, configs))
     of_results = [replace(config, wide_results=is_wide, adds_results=adds) for config in configs]
+    if "q" in grads and not is_wide and _is_expressible(work, grads["q"]):
+        of_results = [each for config in of_results for each in sm90_backward.writing_dq(problem, config)]
     chosen = work.chosen_pass([(Gradients(each.entry, each, splits),) for each in of_results], others_serve=True)
     if not chosen:
         return None
@@ -284,24 +291,25 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays, adds: bool = False) -
     config = kernel.config
     tiles = batch_heads(problem, problem.num_heads_q) * num_tiles(problem, problem.seqlen_q, config.block_m)
     rows = {name: work.empty((tiles, config.block_m), problem.accum_dtype) for name in ("row_lse", "row_delta")}
-    if "q" in grads:
+    dq = {"dq": grads["q"]} if config.writes_dq else {}
+    if "q" in grads and not dq:
         rows["dq_sum"] = work.empty((tiles * config.dq_sums, config.dq_tile), problem.accum_dtype)
-    if config.first_addition_stores and "q" in grads:
+    if config.first_addition_stores and "dq_sum" in rows:
         words = 2 + tiles * config.dq_sums * config.dq_pieces + batch_heads(problem, problem.num_heads_kv)
         rows["dq_order"] = work.empty((words,), np.int32)
-    slopes = slope_sums(problem, config.block_n * config.pair, config.slope_sums * splits.in_all)
+    slopes = slope_sums(problem, config.keys, config.slope_sums * splits.in_all)
     if config.writes_dslopes:
         rows["dslope_rows"] = slopes.empty(work)
     dbias = {"dbias": grads["bias"]} if config.writes_dbias else {}
     if config.ping_pong and not dbias and not config.has_alibi and tiles > _FEW_TILES:
         # Each lane of the warp that waits polls one thread block that prepares rows.
         rows["rows_ready"] = work.empty((WARP,), np.int32)
-    work.run(BeforeGradients(sm90_backward.ROWS, config.of_rows), with_dlse | rows | dbias)
+    work.run(BeforeGradients(sm90_backward.ROWS, config.of_rows), with_dlse | rows | dbias | dq)
     key_grads = results
     if splits.in_all > 1:
         key_grads = query_splits.shares_of(work, results, splits.in_all)
-    work.run(kernel, _select(arrays, _MAIN_INPUTS) | rows | key_grads | dbias)
-    if "q" in grads:
+    work.run(kernel, _select(arrays, _MAIN_INPUTS) | rows | key_grads | dbias | dq)
+    if "dq_sum" in rows:
         sums = _select(rows, ("dq_sum", "dq_order"))
         of_dq = replace(config.of_rows, writes_dslopes=False)
         work.run(Dq(sm90_backward.DQ, of_dq, splits), _select(arrays, _LENGTHS) | sums | {"dq": grads["q"]})

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cuflash import hardware
 from cuflash.hardware import (
     ALIGNMENT,
@@ -209,6 +211,15 @@ def backward(
     writes = writes and not problem.block_mask and not problem.softcap  # softcap changes ds
     configs = tuple(_config_of(record, problem, asked, writes) for record in found)
     return tuple(map(with_dslopes, configs)) if dslopes else configs
+
+
+def writing_dq(problem: AttentionProblem, config: Sm90BackwardConfig) -> tuple[Sm90BackwardConfig, ...]:
+    """Return the candidates in place of one: where a tile of keys, or a pair's two, has all keys, steps can write dq.
+
+    Rows of padding, and tiles of queries that a block mask leaves without keys, need the kernel that clears them.
+    """
+    others = problem.packed or problem.q_lengths or config.has_block_mask
+    return (config,) if problem.seqlen_k > config.keys or others else (replace(config, writes_dq=True), config)
 
 
 def _is_whole(problem: AttentionProblem) -> bool:

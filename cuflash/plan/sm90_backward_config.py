@@ -40,6 +40,9 @@ class Sm90BackwardConfig(Sm90Config):
     writes_dslopes: bool = False  # the kernel adds up the gradient of ALiBi's slopes
     wide_results: bool = False  # dq, dk and dv are float32: shares of several calls are added before rounding
     adds_results: bool = False  # dq, dk and dv are added to what the arrays hold
+    writes_dq: bool = (
+        False  # a tile, or a pair's two, has all keys, so that its steps write dq itself and no sums of it
+    )
     splits_queries: bool = False  # thread blocks share the queries of a tile of keys, and write float32 dk and dv
     query_warps: int = 1  # a warp computes with all queries of a tile, at once: see `sm80_backward`
     query_passes: int = 1
@@ -48,7 +51,7 @@ class Sm90BackwardConfig(Sm90Config):
     def of_rows(self) -> Sm90BackwardConfig:
         """The configuration of the kernels ROWS and DQ, whose stages are their own (cuda_src/sm90/backward/rows.cu)."""
         # ROWS does not need the text of a rule; lse keeps its units with one, and with a bias.
-        known = {"has_bias", "has_window"} if self.writes_dbias else {"has_bias", "has_score_mod"}
+        known = {"has_bias"} | ({"has_window"} if self.writes_dbias or self.writes_dq else {"has_score_mod"})
         flags: dict[str, Any] = {flag: getattr(self, flag) and flag in known for flag in FLAGS}
         stage_bytes = 2 * self.block_m * whole_rows(HALF_BYTES * self.head_dim_v)
         room, consumers = hardware.SMEM_BYTES - SMEM_BESIDE_TILES, _ROW_WARPGROUPS
@@ -58,7 +61,7 @@ class Sm90BackwardConfig(Sm90Config):
         sum_stages = room // sum_bytes // consumers * consumers
         return replace(
             self,
-            block_n=self.block_n if self.writes_dbias else ROWS_OF_WARPGROUP,
+            block_n=self.keys if self.writes_dbias or self.writes_dq else ROWS_OF_WARPGROUP,
             consumers=consumers,
             producer_registers=0,
             consumer_registers=0,
@@ -79,6 +82,11 @@ class Sm90BackwardConfig(Sm90Config):
             splits_queries=False,
             **flags,
         )
+
+    @property
+    def keys(self) -> int:
+        """The keys of a thread block's tile, or of a pair's two."""
+        return self.block_n * self.pair
 
     @property
     def slope_sums(self) -> int:

@@ -193,13 +193,17 @@ def of_backward() -> Iterator[Pass]:
                 # Thread blocks that share queries have fewer random bits early.
                 if flags == (WINDOW,) or (not in_order and flags in ((), (WINDOW, "has_dropout"))):
                     yield _pass_of(map(with_query_splits, answer), dtype)
+                    yield _pass_of((replace(config, writes_dq=True) for config in answer), dtype, (ROWS,))
         for known in of_tiles.values():
             yield from (_pass_of(answer, dtype) for answer in ((known[0], known[-1]) if in_order else known[-1:]))
 
 
-def _pass_of(answer: Iterable[Sm90BackwardConfig], dtype: str) -> Pass:
-    rows = ((config, replace(config.of_rows, entry=ROWS)) for config in answer)
-    return Pass(tuple((config, row, replace(row, entry=DQ, writes_dslopes=False)) for config, row in rows), dtype, True)
+def _pass_of(answer: Iterable[Sm90BackwardConfig], dtype: str, beside: tuple[str, ...] = (ROWS, DQ)) -> Pass:
+    def kernels(config: Sm90BackwardConfig) -> tuple[Sm90BackwardConfig, ...]:
+        slopes = {ROWS: config.writes_dslopes, DQ: False}
+        return config, *(replace(config.of_rows, entry=entry, writes_dslopes=slopes[entry]) for entry in beside)
+
+    return Pass(tuple(map(kernels, answer)), dtype, True)
 
 
 def _options() -> Iterator[Flags]:

@@ -145,6 +145,37 @@ SPLITS: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {
 }
 
 
+ONE_TILE: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {
+    # The sizes are (seqlen_q, seqlen_k, num_heads_q, num_heads_kv).
+    "plain": ((150, 100, 4, 2), {}),
+    "one key": ((300, 1, 2, 1), {"causal": True}),
+    "more queries than keys": ((500, 60, 2, 1), {"causal": True}),
+    "hidden queries behind": ((400, 50, 2, 2), {"window": (100, 20)}),
+    "in order": ((500, 60, 2, 1), {"causal": True, "deterministic": True}),
+    "lengths of keys": ((200, 64, 2, 1), {"kv_lengths": np.array([0, 50], np.int32), "causal": True}),
+    "sink": ((200, 30, 2, 1), {"sink": np.array([0.5, -1.0], np.float32), "causal": True}),
+    "softcap and alibi": ((150, 60, 2, 1), {"softcap": 3.0, "alibi_slopes": np.array([0.5, -0.1], np.float32)}),
+    "dropout": ((200, 60, 2, 1), {"dropout_p": 0.3, "dropout_seed": 5}),
+    "whole bias": ((200, 64, 2, 2), {"bias": normal(2, 2, 200, 64), "causal": True}),
+    "mask": ((200, 64, 2, 1), {"mask": RNG.random((2, 2, 200, 64)) < 0.5}),
+}
+
+
+OF_ONE_TILE = [
+    (case, dims[place % len(dims)]) for dims in ((128, 64, 40), (136, 200)) for place, case in enumerate(ONE_TILE)
+]
+
+
+@pytest.mark.parametrize(("case", "head_dim"), OF_ONE_TILE)
+def test_one_tile_of_keys_writes_dq_without_sums(case: str, head_dim: int) -> None:
+    (queries, keys, heads, heads_kv), options = ONE_TILE[case]
+    q, k, v = (normal(2, rows, n, head_dim) for rows, n in ((queries, heads), (keys, heads_kv), (keys, heads_kv)))
+    both(q, k, v, with_dlse=True, **options)
+    entries = {x.kernel.entry for x in launch._launches.values()}
+    assert sm90_backward.ROWS in entries
+    assert sm90_backward.DQ not in entries
+
+
 @pytest.fixture
 def free_splits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let small problems be split, as if tiles began, and shares were added, in no time."""

@@ -85,12 +85,38 @@ DEVICE void add_steps(const AttentionParams& p, const SharedStorage& shared, Rin
   }
 }
 
+// write_pieces() is the warp that writes a warpgroup's pieces of dq, where each is complete.
+DEVICE void write_pieces(const AttentionParams& p, const SharedStorage& shared, Rings& rings, int piece,
+                         const ptx::TensorMap* map) {
+  DqRing ring(shared.dq[piece], shared.dq_barriers[piece]);
+  const int first_row = DQ_BY_QUERIES ? piece * ROWS_OF_WARPGROUP : 0;
+  const int first_column = DQ_BY_QUERIES ? 0 : piece * DQ_COLUMNS;
+  while (true) {
+    const DqStep step = next_dq_step(shared, rings);
+    if (step.sum == NO_DQ) break;
+    ring.wait();
+    if (lane() == 0) {
+      const QueryPlace place(p, step.number());
+#pragma unroll
+      for (int panel = 0; panel < ceil_div(DQ_COLUMNS, PANEL); panel++) {
+        ptx::tma_store(map, ring.buffer() + panel * DQ_PANEL_BYTES, first_column + panel * PANEL, place.row + first_row,
+                       place.head, place.batch);
+      }
+      ptx::bulk_commit_group();
+      ptx::bulk_wait_group_read<0>();
+    }
+    __syncwarp();
+    ring.release();
+  }
+  if (lane() == 0) ptx::bulk_wait_group<0>();
+}
+
 // write_bias() is the warp that writes dbias, which is dS.
 DEVICE void write_bias(const AttentionParams& p, const SharedStorage& shared, Rings& rings, const ptx::TensorMap* map) {
   while (true) {
     const DqStep step = next_dq_step(shared, rings);
     if (step.sum == NO_DQ) break;
-    const BiasPlace place(p, step.number());
+    const QueryPlace place(p, step.number());
     rings.ds.wait();
     if (lane() == 0) {
 #pragma unroll

@@ -12,6 +12,9 @@
 // queries, a loss with 64.
 constexpr bool ARRIVES_EARLY = DQ_BY_QUERIES;
 
+// FIRST_IS_DQ: the last piece of dq of a tile of keys is handed on before dk and dv are written.
+constexpr bool FIRST_IS_DQ = DQ_STAGES > 1;
+
 // KeyGradients are the thread's fragments of dk (64, HEAD_DIM) and dv (64, HEAD_DIM_V).
 struct KeyGradients {
   float dk[HEAD_DIM / 2], dv[HEAD_DIM_V / 2];
@@ -81,12 +84,39 @@ struct Consumer {
     keep(dq);
     ready.release();
     dq_ring.acquire();
+    if constexpr (WRITES_DQ) {
+      stage_rows(dq);
+    } else {
 #pragma unroll
-    for (int i = 0; i < DQ_COLUMNS / 8; i++) {
-      shared.dq[warpgroup][dq_ring.stage][dq_place() + i * WARP] = {
-          {dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]}};
+      for (int i = 0; i < DQ_COLUMNS / 8; i++) {
+        shared.dq[warpgroup][dq_ring.stage][dq_place() + i * WARP] = {
+            {dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]}};
+      }
     }
   }
+
+  // stage_rows() writes the warp's 16 rows of a piece of dq in 16 bits, as TMA takes them.
+  DEVICE void stage_rows(const float (&dq)[DQ_COLUMNS / 2]) const {
+    constexpr int CHUNK = sizeof(Vector), CHUNKS = ROW_BYTES / CHUNK;
+    const float own_scale = gradient_scale(), factor[2] = {own_scale, own_scale};
+    const bool used[2] = {true, true};
+    u32 own_thread = threadIdx.x;
+    ptx::forget(own_thread);  // places are computed anew in each step, as registers are scarce
+    const int row = own_thread % WARPGROUP / WARP * ROWS_OF_WARP + own_thread % ROWS_OF_WARP;
+    const int chunk = own_thread % WARP / ROWS_OF_WARP;
+    const u32 to = dq_ring.buffer() + row * ROW_BYTES;
+#pragma unroll
+    for (int block = 0; block < DQ_COLUMNS / 16; block++) {
+      u32 words[4];
+      pack_results(words, dq, 8 * block, factor, used);
+      ptx::stmatrix_x4(to + block / 4 * DQ_PANEL_BYTES + ((2 * (block % 4) + chunk) ^ (row % CHUNKS)) * CHUNK, words[0],
+                       words[1], words[2], words[3]);
+    }
+  }
+
+  // gradient_scale() is the factor of dq and dk. The scale is converted again where there is dropout: registers are
+  // scarce.
+  DEVICE float gradient_scale() const { return HAS_DROPOUT ? static_cast<float>(p.softmax_scale) * ds_unit(p) : scale; }
 
   // hand_on_dq() computes and hands on dQ of a step that the main loop does not.
   DEVICE void hand_on_dq(float (&dq)[DQ_COLUMNS / 2], const DsRing& ready) {
@@ -199,11 +229,10 @@ struct Consumer {
   DEVICE void write(const KeyWork& work, const KeyGradients& sums) {
     const int row = first_key(work) + warp_row();
     dq_ring.acquire();
-    auto* staging = reinterpret_cast<unsigned char*>(&shared.dq[warpgroup][dq_ring.stage][dq_place() - lane()]);
+    auto* staging = reinterpret_cast<unsigned char*>(&shared.dq[warpgroup][dq_ring.stage]);
+    staging += WRITES_DQ ? warp_row() * ROW_BYTES : (dq_place() - lane()) * static_cast<int>(sizeof(FourFloats));
     if (p.dk.data != nullptr) {
-      // The scale is converted again where there is dropout: registers are scarce.
-      const float own_scale = HAS_DROPOUT ? static_cast<float>(p.softmax_scale) * ds_unit(p) : scale;
-      const float factor[2] = {own_scale, own_scale};
+      const float own_scale = gradient_scale(), factor[2] = {own_scale, own_scale};
       write_results(p, p.dk, work, 0, row, p.head_dim, sums.dk, factor, staging);
     }
     if (p.dv.data != nullptr) {
@@ -223,11 +252,13 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, const Rings
     KeyGradients sums;
     float dq[DQ_COLUMNS / 2];
     if (!work.is_hidden) own.visit_queries(work, sums, dq);
-    own.write(work, sums);
+    // dq, which a kernel behind waits for, comes before dk and dv if these need not wait for its buffer then.
+    if (!FIRST_IS_DQ) own.write(work, sums);
     if (!work.is_hidden) {
       own.store_dq(dq, own.rings.ds.previous_stage());
       own.dq_ring.publish_from_warp();
     }
+    if (FIRST_IS_DQ) own.write(work, sums);
     own.rings.work.stage = work.stage;
     own.rings.work.phase = work.phase;
     __syncwarp();
@@ -243,7 +274,7 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     backward_sm90(const __grid_constant__ AttentionParams p, const __grid_constant__ ptx::TensorMap q_map,
                   const __grid_constant__ ptx::TensorMap k_map, const __grid_constant__ ptx::TensorMap v_map,
                   const __grid_constant__ ptx::TensorMap dout_map, const __grid_constant__ ptx::TensorMap bias_map,
-                  const __grid_constant__ ptx::TensorMap dbias_map) {
+                  const __grid_constant__ ptx::TensorMap dbias_map, const __grid_constant__ ptx::TensorMap dq_map) {
   VIEW_SHARED_STORAGE(shared);
   if (threadIdx.x == 0) {
     shared.work_barriers.init(WARPS);
@@ -258,8 +289,6 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     ptx::fence_mbarrier_init();
   }
   __syncthreads();
-
-  if (p.rows_ready == nullptr) ptx::wait_for_kernel_before();
   ptx::let_next_kernel_begin();
 
   Rings rings(shared);
@@ -270,7 +299,9 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     if (warp == 0) {
       load_tiles(p, shared, rings, Maps{&q_map, &k_map, &v_map, &dout_map, &bias_map});
     } else if (warp <= DQ_PIECES) {
-      if constexpr (ADDS_STEPS) {
+      if constexpr (WRITES_DQ) {
+        write_pieces(p, shared, rings, warp - 1, &dq_map);
+      } else if constexpr (ADDS_STEPS) {
         add_steps(p, shared, rings, warp - 1);
       } else {
         add_pieces(p, shared, rings, warp - 1);

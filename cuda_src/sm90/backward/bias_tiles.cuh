@@ -83,15 +83,3 @@ DEVICE bool add_bias(float (&x)[FRAGMENT], const GradientFragment& scores, u32 p
   }
   return true;
 }
-
-// BiasPlace is where a tile of queries, given by its query_tile(), lies in the gradient of the bias.
-struct BiasPlace {
-  int row, head, batch;
-
-  DEVICE BiasPlace(const AttentionParams& p, i64 number) {
-    const u32 batch_head = number / p.num_query_tiles;
-    row = static_cast<int>(number % p.num_query_tiles) * BLOCK_M;
-    head = batch_head % p.num_heads_q;
-    batch = batch_head / p.num_heads_q;
-  }
-};

@@ -262,6 +262,7 @@ DEVICE void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings ri
   const int splits = query_splits(p);
   const u32 total = p.num_tiles * num_batch_heads_kv(p) * splits;
   u32 index_phase = 0;
+  bool begins = true;  // no tile has been taken yet
   if constexpr (PING_PONG) shared.rows_ready[lane()] = 0;
   for (u32 index = of_lane_0([&] { return first_key_index(p); }); index < total;
        index = agreed_index(
@@ -302,7 +303,26 @@ DEVICE void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings ri
       const int last_head = (work.head + 1) * group_size(p) - 1;
       wait_for_rows(p, shared, query_tile(p, s, last_head, (s.len_q - 1) / BLOCK_M, BLOCK_M));
     }
-    for (bool first = true; !iterator.done(); first = false) {
+    bool keys_left = !iterator.done();
+    const auto load_keys = [&] {
+      acquire_by_warp(rings.v);
+      loader.load<BLOCK_N, PANELS_V>(rings.v, maps.v, key, work.head, batch, counted_keys(p, s, first_key), nullptr,
+                                     nullptr);
+      acquire_by_warp(rings.k);
+      const int before = rank() * BLOCK_N;
+      loader.load<LOADED_KEYS, PANELS>(rings.k, maps.k, key - before, work.head, batch,
+                                       counted_keys(p, s, first_key - before), nullptr, nullptr,
+                                       KeyCheck{hides_keys, p, s, work.head, first_key - before});
+      keys_left = false;
+    };
+    if (begins) {
+      // The first tile of keys is loaded while the kernel before still prepares rows. Later ones come behind their
+      // first queries, because the tile before gives their buffers free last.
+      if (keys_left) load_keys();
+      if (p.rows_ready == nullptr) ptx::wait_for_kernel_before();
+      begins = false;
+    }
+    while (!iterator.done()) {
       const int head = iterator.head, first_row = iterator.first_row(), row = static_cast<int>(s.row_q) + first_row;
       const i64 number = query_tile(p, s, head, iterator.block(), BLOCK_M);
       const int place_in_order = iterator.place_in_order();
@@ -337,20 +357,10 @@ DEVICE void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings ri
       acquire_by_warp(rings.dout);
       loader.load<BLOCK_M, PANELS_V>(rings.dout, maps.dout, row, head, batch, queries, shared.delta[rings.dout.stage],
                                      p.row_delta + number * BLOCK_M);
-      if (first) {  // values and keys come last, because the tile before gives their buffers free last
-        acquire_by_warp(rings.v);
-        loader.load<BLOCK_N, PANELS_V>(rings.v, maps.v, key, work.head, batch, counted_keys(p, s, first_key), nullptr,
-                                       nullptr);
-        acquire_by_warp(rings.k);
-        const int before = rank() * BLOCK_N;
-        loader.load<LOADED_KEYS, PANELS>(rings.k, maps.k, key - before, work.head, batch,
-                                         counted_keys(p, s, first_key - before), nullptr, nullptr,
-                                         KeyCheck{hides_keys, p, s, work.head, first_key - before});
-      }
+      if (keys_left) load_keys();
     }
   }
-  // This wait makes sure that the kernel before is over, too, when this one is.
-  if (p.rows_ready != nullptr) ptx::wait_for_kernel_before();
+  ptx::wait_for_kernel_before();  // so that the kernel before is over, too, when this one is
   acquire_by_warp(rings.work);
   acquire_by_warp(rings.dq_steps);
   if (lane() == 0) {

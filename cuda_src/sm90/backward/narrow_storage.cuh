@@ -5,6 +5,7 @@
 constexpr int WARPS = CONSUMERS * WARPGROUP / WARP;
 constexpr u32 DS_PANEL_BYTES = BLOCK_M * ROW_BYTES, DS_BYTES = CONSUMERS * DS_PANEL_BYTES;
 constexpr u32 DQ_BYTES = DQ_PIECE * sizeof(float);
+constexpr u32 DQ_PANEL_BYTES = ROWS_OF_WARPGROUP * ROW_BYTES;  // of 64 columns in 16 bits, where WRITES_DQ
 
 struct SharedStorage {
   alignas(1024) unsigned char k[KEY_STAGES * K_BYTES];         // (KEY_STAGES, PANELS, BLOCK_N, 64)
@@ -13,7 +14,7 @@ struct SharedStorage {
   alignas(1024) unsigned char dout[DOUT_STAGES * DOUT_BYTES];  // (DOUT_STAGES, PANELS_V, BLOCK_M, 64)
   // (DS_STAGES, CONSUMERS, BLOCK_M, 64): dS, a panel for the keys of each warpgroup.
   alignas(1024) unsigned char ds[DS_STAGES * DS_BYTES];
-  FourFloats dq[CONSUMERS][DQ_STAGES][DQ_PIECE / 4];  // pieces of dq on their way to the sums
+  alignas(1024) FourFloats dq[CONSUMERS][DQ_STAGES][DQ_PIECE / 4];  // pieces of dq on their way to the sums, or to dq
   float lse[QUERY_STAGES][BLOCK_M];
   float delta[DOUT_STAGES][BLOCK_M];
   Step steps[QUERY_STAGES];

@@ -3,7 +3,7 @@
 // writes zeros where dbias is not visited. backward_sm90_dq converts dq from its float32 sums to the dtype. Both
 // overlap with the pass itself (programmatic dependent launch).
 #include "../../fragment/gradient_fragment.cuh"
-#include "results.cuh"
+#include "query_results.cuh"
 
 // ROW_STAGES and SUM_STAGES are the stages of these kernels: of tiles of dout and out, and of sums.
 constexpr int ROW_STAGES = DOUT_STAGES, SUM_STAGES = QUERY_STAGES;
@@ -46,6 +46,23 @@ DEVICE void clear_sums(const AttentionParams& p, i64 tile) {
   }
 }
 
+// is_visited() tells whether a step of the pass visits a tile of queries, as far as this kernel needs to know.
+DEVICE bool is_visited(const AttentionParams& p, const Work& work) {
+  if constexpr (!WRITES_DQ) return true;
+  const Blocks seen = blocks_of_queries(p, work.sequence, work.head, 0, BLOCK_M, BLOCK_N);
+  return work.tile >= seen.block && work.tile < seen.end;
+}
+
+// clear_dq() makes dq of a tile 0. A warpgroup calls it.
+DEVICE void clear_dq(const AttentionParams& p, const Work& work) {
+  const int first_row = work.tile * BLOCK_M, rows = smaller(work.sequence.rows_q - first_row, BLOCK_M);
+  const int vectors = p.head_dim / VECTOR;  // head dims are multiples of VECTOR here
+  Element* target = p.dq.at(work.sequence.batch, first_row, work.head);
+  for (int i = threadIdx.x % WARPGROUP; i < rows * vectors; i += WARPGROUP) {
+    *reinterpret_cast<uint4*>(target + i / vectors * p.dq.row_stride + i % vectors * VECTOR) = make_uint4(0, 0, 0, 0);
+  }
+}
+
 // load_rows() is the loading thread. It reports how many tiles are done as it comes around its buffers, because a
 // report is a fence for all memory, which costs time.
 DEVICE void load_rows(const AttentionParams& p, TileRing ring, u32 tiles, const ptx::TensorMap* dout,
@@ -59,14 +76,18 @@ DEVICE void load_rows(const AttentionParams& p, TileRing ring, u32 tiles, const 
     const Work work = work_of<false>(p, BLOCK_M, p.num_heads_q, false, tile);
     const int row = work.sequence.row_q + work.tile * BLOCK_M, batch = batch_of(p, work.sequence);
     ring.acquire();
-    ring.expect();
+    if (is_visited(p, work)) {
+      ring.expect();
 #pragma unroll
-    for (int panel = 0; panel < PANELS_V; panel++) {
-      const u32 target = ring.buffer() + panel * BLOCK_M * ROW_BYTES;
-      ptx::tma_load(target, dout, ring.full(), panel * PANEL, row, work.head, batch);
-      ptx::tma_load(target + TILE_BYTES, out, ring.full(), panel * PANEL, row, work.head, batch);
+      for (int panel = 0; panel < PANELS_V; panel++) {
+        const u32 target = ring.buffer() + panel * BLOCK_M * ROW_BYTES;
+        ptx::tma_load(target, dout, ring.full(), panel * PANEL, row, work.head, batch);
+        ptx::tma_load(target + TILE_BYTES, out, ring.full(), panel * PANEL, row, work.head, batch);
+      }
+      ring.advance();
+    } else {
+      ring.publish();
     }
-    ring.advance();
     loaded++;
     if (ring.stage == 0) report_done(loaded - ROW_STAGES);  // the tiles that were in these buffers before are done
   }
@@ -123,11 +144,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       clear_bias(p, work, first_row, smaller(BLOCK_M, s.rows_q - first_row), smaller(seen.block * BLOCK_N, end), end);
     }
     clear_sums(p, tile);
+    const bool visited = is_visited(p, work);
+    if (WRITES_DQ && !visited) clear_dq(p, work);
     ring.stage = i % ROW_STAGES;
     ring.phase = i / ROW_STAGES % 2;
     ring.wait();
 #pragma unroll
     for (int panel = 0; panel < PANELS_V; panel++) {
+      if (!visited) break;  // out is 0 where a query sees no key
 #pragma unroll
       for (int step = 0; step < CHUNKS; step++) {
         // Both tiles are swizzled alike, so any order of chunks will do, and this one meets all banks.
@@ -169,6 +193,16 @@ static_assert(SUM_STAGES % CONSUMERS == 0, "or one could be ahead of another by 
 // load_sums() is the loading warp: it takes chunks of pieces, waits until their sums are complete, and loads them.
 DEVICE void load_sums(const AttentionParams& p, SumStorage& shared, SumRing ring, u32 pieces, bool by_heads) {
   const int all = ceil_div(p.seqlen_k, DQ_PIECES * ROWS_OF_WARPGROUP) * DQ_PIECES * p.splits;
+  // find() finds which sums of a tile something was added to. A sum whose first addition was to be stored, and to which
+  // nothing was added, is not even zero.
+  const auto find = [&](i64 number) {
+    u32 found = 0;
+    for (int i = 0; i < DQ_SUMS; i++) {
+      const volatile int* order = dq_order_at(p, number * DQ_SUMS + i, 0);
+      if (!FIRST_ADDITION_STORES || *order != NOT_STARTED) found |= 1u << i;
+    }
+    return found;
+  };
   const auto hand_on = [&](u32 piece, u32 found) {
     ring.acquire();
     __syncwarp();
@@ -193,16 +227,13 @@ DEVICE void load_sums(const AttentionParams& p, SumStorage& shared, SumRing ring
     if (chunk * size >= pieces) break;
     const u32 piece = min(chunk * size + lane() % CHUNK, pieces - 1);
     const i64 number = piece / DQ_PIECES;
-    while (by_heads && ptx::load_acquire(warps_done_at(p, number)) != all) {
-    }
     const Work work = work_of<false>(p, BLOCK_M, p.num_heads_q, false, number);
+    const bool in_use = work.tile * BLOCK_M < work.sequence.len_q;
     u32 found = 0;
-    if (work.tile * BLOCK_M < work.sequence.len_q) {
-      for (int i = 0; i < DQ_SUMS; i++) {
-        // A sum whose first addition was to be stored, and to which nothing was added, is not even zero.
-        if (!FIRST_ADDITION_STORES || *dq_order_at(p, number * DQ_SUMS + i, 0) != NOT_STARTED) found |= 1u << i;
-      }
-    }
+    // What is found while the additions are awaited need not be looked for behind them, which would take as long again.
+    while (by_heads && ptx::load_acquire(warps_done_at(p, number)) != all) found = find(number);
+    if (found != (1u << DQ_SUMS) - 1) found = find(number);
+    if (!in_use) found = 0;
     __syncwarp();
     for (u32 i = 0; i < size && chunk * size + i < pieces; i++) {
       hand_on(chunk * size + i, __shfl_sync(ALL_LANES, found, i));
@@ -276,32 +307,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_sm90_dq(const __g
       }
       continue;
     }
-    Element* target = p.dq.at(batch_of(p, s), s.row_q, work.head) + column;
-    const bool vectors =
-        (reinterpret_cast<u64>(target) | static_cast<u64>(p.dq.row_stride) * sizeof(Element)) % sizeof(uint4) == 0;
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const int row = first_row + warp_row() + fragment_row() + 8 * r;
-#pragma unroll
-      for (int group = 0; group < ceil_div(DQ_COLUMNS, 32); group++) {  // the last group may be a half
-        u32 words[4];
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-          const int block = 4 * group + i;
-          const float4 x = block < DQ_COLUMNS / 8 ? dq[block] : float4{};
-          words[i] = row >= used ? 0 : packed(Element(), (r == 0 ? x.x : x.z) * scale, (r == 0 ? x.y : x.w) * scale);
-        }
-        transpose_quad(words);
-        const int first = group * 32 + lane() % 4 * VECTOR;
-        if (row >= s.rows_q || column + first >= p.head_dim) continue;  // head dims are multiples of VECTOR here
-        Element* to = target + row * p.dq.row_stride + first;
-        if (vectors) {
-          __stcs(reinterpret_cast<uint4*>(to), make_uint4(words[0], words[1], words[2], words[3]));
-        } else {
-#pragma unroll
-          for (int e = 0; e < VECTOR; e++) reinterpret_cast<unsigned short*>(to)[e] = words[e / 2] >> (e % 2 * 16);
-        }
-      }
-    }
+    write_dq_rows(p, p.dq.at(batch_of(p, s), s.row_q, work.head) + column, first_row + warp_row() + fragment_row(),
+                  used, s.rows_q, p.head_dim - column, scale, [&](int block) { return dq[block]; });
   }
 }

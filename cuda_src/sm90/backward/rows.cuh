@@ -16,6 +16,10 @@ constexpr int DQ_PIECE = DQ_COLUMNS * ROWS_OF_WARPGROUP, DQ_TILE = DQ_PIECES * D
 // with dropout that saves a product for each element. Where they are written as dbias they stand for themselves.
 DEVICE float ds_unit(const AttentionParams& p) { return WRITES_DBIAS ? 1 : static_cast<float>(p.ds_unit); }
 
+// WRITES_DQ: one tile of keys, or a pair's two, has all keys. Then dq of a tile of queries is complete with its only
+// step, which writes it in 16 bits: there are no sums, and no kernel behind.
+static_assert(!WRITES_DQ || !(HAS_BLOCK_MASK || WIDE_RESULTS), "steps write rows of 16 bits that a range of tiles has");
+
 struct alignas(16) FourFloats {
   float x[4];
 };
@@ -29,6 +33,18 @@ DEVICE int dq_place() { return threadIdx.x % WARPGROUP / WARP * (DQ_COLUMNS / 8 
 DEVICE FourFloats* dq_sum_at(const AttentionParams& p, i64 sum, int piece) {
   return reinterpret_cast<FourFloats*>(p.dq_sum + sum * DQ_TILE + piece * DQ_PIECE) + dq_place();
 }
+
+// QueryPlace is where a tile of queries, given by its query_tile(), lies in arrays of sequences that are not packed.
+struct QueryPlace {
+  int row, head, batch;
+
+  DEVICE QueryPlace(const AttentionParams& p, i64 number) {
+    const u32 batch_head = number / p.num_query_tiles;
+    row = static_cast<int>(number % p.num_query_tiles) * BLOCK_M;
+    head = batch_head % p.num_heads_q;
+    batch = batch_head / p.num_heads_q;
+  }
+};
 
 // dq_order_at() counts how many tiles of keys have added to a piece of a sum; without an order it tells how far the
 // first of them is (take_sum).

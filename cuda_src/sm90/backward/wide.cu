@@ -7,6 +7,7 @@
 #include "loader.cuh"
 #include "options.cuh"
 #include "key_results.cuh"
+#include "query_results.cuh"
 
 constexpr u32 DS_PANEL_BYTES = BLOCK_M * ROW_BYTES, DS_BYTES = PAIR * DS_PANEL_BYTES;
 constexpr int WEIGHT_VECTORS = FRAGMENT / 4;  // vectors of four weights of a thread
@@ -336,6 +337,26 @@ DEVICE void accumulate_dq(const AttentionParams& p, const Rings& rings, const Dq
   }
 }
 
+// write_dq() computes dq of a step that has all keys, and writes it.
+DEVICE void write_dq(const AttentionParams& p, const Rings& rings, const DqStep& step) {
+  const QueryPlace place(p, step.number());
+  Element* target = p.dq.at(place.batch, place.row, place.head);
+  const int rows = p.seqlen_q - place.row;
+  const float scale = static_cast<float>(p.softmax_scale) * ds_unit(p);
+#pragma unroll 1
+  for (int piece = 0; piece < DQ_PIECES; piece++) {
+    float dq[DQ_COLUMNS / 2];
+    multiply_by_columns<LOADED_KEYS, BLOCK_M>(
+        dq, rings.ds.buffer(), rings.k.buffer() + piece * (DQ_COLUMNS / PANEL) * LOADED_KEYS * ROW_BYTES);
+    ptx::wgmma_wait_group<0>();
+    keep(dq);
+    const int first = piece * DQ_COLUMNS;
+    write_dq_rows(
+        p, target + first, warp_row() + fragment_row(), rows, rows, p.head_dim - first, scale,
+        [&](int block) { return make_float4(dq[4 * block], dq[4 * block + 1], dq[4 * block + 2], dq[4 * block + 3]); });
+  }
+}
+
 // compute_dq() is the warpgroup of dq: it computes dQ = dS K of every step that is its own, and adds it to the sums.
 DEVICE void compute_dq(const AttentionParams& p, SharedStorage& shared, Rings& rings, const KeyWork& work, u32& steps) {
   if (work.is_hidden) return;
@@ -349,7 +370,10 @@ DEVICE void compute_dq(const AttentionParams& p, SharedStorage& shared, Rings& r
     }
     if (!is_own(steps++)) continue;
     rings.ds.wait();
-    if (p.dq_sum == nullptr) {
+    if constexpr (WRITES_DQ) {
+      if (DETERMINISTIC) rings.order.wait();
+      write_dq(p, rings, step);
+    } else if (p.dq_sum == nullptr) {
       if (DETERMINISTIC) rings.order.wait();
     } else if (DETERMINISTIC && step.place_in_order == 0) {
       accumulate_dq<true>(p, rings, step);
@@ -420,7 +444,7 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__((CONSU
     backward_sm90_wide(const __grid_constant__ AttentionParams p, const __grid_constant__ ptx::TensorMap q_map,
                        const __grid_constant__ ptx::TensorMap k_map, const __grid_constant__ ptx::TensorMap v_map,
                        const __grid_constant__ ptx::TensorMap dout_map, const __grid_constant__ ptx::TensorMap bias_map,
-                       const __grid_constant__ ptx::TensorMap) {
+                       const __grid_constant__ ptx::TensorMap, const __grid_constant__ ptx::TensorMap) {
   VIEW_SHARED_STORAGE(shared);
   if (threadIdx.x == 0) {
     shared.work_barriers.init(CONSUMERS * WARPS);
@@ -439,7 +463,6 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__((CONSU
     ptx::fence_mbarrier_init();
   }
   sync_pair();
-  ptx::wait_for_kernel_before();
   ptx::let_next_kernel_begin();
 
   Rings rings(shared);
