@@ -1,4 +1,4 @@
-"""Shares of dk and dv over splits of the queries are added up in one launch, in order, and rounded once."""
+"""Shares of dk and dv over splits of the queries are added up in one launch, in a fixed order, and rounded once."""
 
 from __future__ import annotations
 
@@ -18,6 +18,12 @@ from cuflash.kept import Kept
 _FILE, _ENTRY = "around/sum_splits", "sum_splits"
 _THREADS = 128
 _VECTOR = 4  # columns that a thread sums
+# Several lanes share the splits of a vector where there are more than so many for each, and too few vectors for the
+# GPU. That follows from sizes alone, as it is the order of the sums.
+_SPLITS_OF_LANE = 4
+_MOST_LANES = 16  # with more a lane would read less than a sector of each share
+_MOST_THREADS = 1 << 18
+_GRADIENTS = "dk", "dv"  # in the order of the grid's y
 _SUM = np.dtype([("shares", "u8"), ("target", "u8"), ("extents", FOUR), ("strides", FOUR)])
 SPLIT_SUM = Struct(
     "SplitSumParams",
@@ -25,8 +31,17 @@ SPLIT_SUM = Struct(
         Member("dk", "SplitSum", _SUM),
         Member("dv", "SplitSum", _SUM),
         Member("splits", "i64", np.dtype("i8")),
+        Member("lanes", "i64", np.dtype("i8"), "a power of two: lanes that share the splits of a vector"),
     ],
 )
+
+
+def lanes_of(vectors: int, splits: int) -> int:
+    """Return how many lanes share the splits of each vector, of which dk and dv have `vectors` together."""
+    lanes = 1
+    while lanes < _MOST_LANES and splits > _SPLITS_OF_LANE * lanes and 2 * lanes * vectors <= _MOST_THREADS:
+        lanes *= 2
+    return lanes
 
 
 class _Launch(BoundLaunch):
@@ -35,22 +50,21 @@ class _Launch(BoundLaunch):
     def __init__(self, device: cuda_device.Device, arrays: Arrays, splits: int) -> None:
         params = np.zeros(1, SPLIT_SUM.dtype)
         p = params[0]
-        p["splits"] = splits
-        vectors, words, target = 0, [], None
-        for name in ("dk", "dv"):
-            if name in arrays:
-                target = arrays[name]
-                p[name]["extents"], p[name]["strides"] = extents(target), strides(target)
-                vectors = max(vectors, target.size // _VECTOR)
+        targets = {name: arrays[name] for name in _GRADIENTS if name in arrays}
+        for name, target in targets.items():
+            p[name]["extents"], p[name]["strides"] = extents(target), strides(target)
+        sizes, words = [target.size // _VECTOR for target in targets.values()], []
+        p["splits"], p["lanes"] = splits, lanes_of(sum(sizes), splits)
         for name in arrays:
             whole, _, is_shares = name.partition("_")
             member = _SUM.fields["shares" if is_shares else "target"]  # type: ignore[index]
             words.append((SPLIT_SUM.offset(whole) + member[1]) // 8)
-        assert target is not None
-        constants: dict[str, str | int] = {"target": CPP_TYPES[target.dtype.name], "threads": _THREADS}
+        (dtype,) = {target.dtype.name for target in targets.values()}
+        constants: dict[str, str | int] = {"target": CPP_TYPES[dtype], "threads": _THREADS}
         kernel = cuda_device.get(_FILE, _ENTRY, constants, device, 0, SPLIT_SUM.headers)
-        launch = kernel.bound((math.ceil(vectors / _THREADS),), (_THREADS,), [params.nbytes], 0, begins_early=True)
-        super().__init__((params,), words, launch if vectors else None)
+        grid = math.ceil(max(sizes) * int(p["lanes"]) / _THREADS), len(_GRADIENTS)
+        launch = kernel.bound(grid, (_THREADS,), [params.nbytes], 0, begins_early=True)
+        super().__init__((params,), words, launch if any(sizes) else None)
 
 
 _launches: Kept[Any, _Launch] = Kept()
