@@ -429,6 +429,36 @@ def test_tiles_of_queries_that_see_no_key(place: Device, head_dims: tuple[int, i
     both(place, q, k, v, hidden=hidden, **{"causal": True} | HIDDEN_TILES[name])
 
 
+@pytest.mark.parametrize("layout", ["whole rows", "heads apart", "rows first", "rows of 2 bytes"])
+@pytest.mark.parametrize(("heads", "head_dim"), [(3, 144), (1, 136), (150, 40), (5, 64), (2, 33)])
+def test_zeros_of_queries_that_see_no_key(place: Device, heads: int, head_dim: int, layout: str) -> None:
+    """Results are zeros in any layout, whatever share of a thread a row is, and nothing is written between rows."""
+    seqlen_q = 400
+    q, k, v = (normal(2, n, heads, head_dim) for n in (seqlen_q, 5, 5))
+    sizes = {
+        "whole rows": (2, seqlen_q, heads, head_dim),
+        "heads apart": (2, seqlen_q, heads, head_dim + 8),
+        "rows first": (2, heads, seqlen_q, head_dim),
+        "rows of 2 bytes": (2, seqlen_q, heads, head_dim + 1),
+    }[layout]
+    whole = np.full(sizes, 7, q.dtype)
+    out = whole.swapaxes(1, 2) if layout == "rows first" else whole[..., :head_dim]
+    sink = RNG.standard_normal(heads).astype(np.float32)
+    options: dict[str, Any] = {"causal": True, "sink": sink}
+    devices.forget_launches()
+    with place.active():
+        there = place.put({"q": rows(q), "k": rows(k), "v": rows(v), "out": out, "whole": whole, **options})
+        memory = there.pop("whole")
+        found, lse, memory = place.get((*cuflash.attention(**there, return_lse=True), memory))
+    assert next(iter(launch._launches.values())).kernel.entry == "forward_sm90"
+    wide = (x.astype(np.float64) for x in (q, k, v))
+    expected, expected_lse = cuflash.attention(*wide, causal=True, sink=sink.astype(np.float64), return_lse=True)
+    assert not found[:, : seqlen_q - 5].any()
+    np.testing.assert_allclose(found.astype(np.float64), expected, atol=4e-3, rtol=4e-3)
+    np.testing.assert_allclose(lse, expected_lse, atol=2e-5, rtol=2e-5)
+    assert (memory[..., head_dim:] == 7).all()
+
+
 @pytest.mark.parametrize("options", [{}, {"sink": np.array([0.5, -1], np.float32)}], ids=["plain", "sink"])
 def test_packed_sequences_with_more_queries_than_keys(place: Device, options: dict[str, Any]) -> None:
     lengths = {"q": np.array([3, 453, 453, 713], np.int32), "k": np.array([0, 4, 9, 150], np.int32)}

@@ -15,6 +15,8 @@ constexpr bool ZEROES_HIDDEN =
 // hide. A pair does not: its schedulers agree on a tile in step with the tiles that they hand on, so they hand on all.
 constexpr bool ZEROES_BY_LENGTHS = ZEROES_HIDDEN && CONSUMERS <= 2 && PAIR == 1;
 constexpr int ZEROING_THREADS = 2 * WARP;
+// STORES_AT_ONCE are the stores of a step of these threads' simplest loop, as far as they have registers.
+constexpr int STORES_AT_ONCE = PRODUCER_REGISTERS >= 40 ? 4 : 1;
 
 // are_alike() tells whether all sequences have the lengths of the arrays, so that the same tiles of each see no key.
 DEVICE bool are_alike(const AttentionParams& p) {
@@ -43,43 +45,81 @@ DEVICE bool is_hidden(const AttentionParams& p, const KeyRange& keys) {
   return ZEROES_BY_LENGTHS && !are_alike(p) && keys.begin >= keys.end;
 }
 
-// zero_rows() writes the results of rows [row, row + number), of which the first `used` are queries in use: zeros, and
-// the lse of a sum that has at most a sink. A row has LANES threads, each with 16 bytes of it.
-DEVICE void zero_rows(const AttentionParams& p, i64 batch, i64 row, int head, int number, int used, int thread) {
-  constexpr int LANES = HEAD_DIM_V <= 64 ? 8 : HEAD_DIM_V <= 128 ? 16 : 32;
-  constexpr int ROWS_AT_ONCE = ZEROING_THREADS / LANES, ELEMENTS = sizeof(uint4) / sizeof(Element);
-  const int column = thread % LANES * ELEMENTS, count = clamped(p.head_dim_v - column, ELEMENTS);
-  const i64 step = ROWS_AT_ONCE * p.out.row_stride;
-  Element* at = p.out.at(batch, row + thread / LANES, head) + column;
-  if (count == ELEMENTS && (reinterpret_cast<u64>(at) | step * sizeof(Element)) % sizeof(uint4) == 0) {
-#pragma unroll 4
-    for (int i = thread / LANES; i < number; i += ROWS_AT_ONCE, at += step) {
-      *reinterpret_cast<uint4*>(at) = make_uint4(0, 0, 0, 0);
-    }
-  } else {
+// has_whole_rows() tells whether the heads of a row, and rows, follow each other in memory without gaps.
+DEVICE bool has_whole_rows(const AttentionParams& p) {
+  return p.out.row_stride == p.num_heads_q * p.head_dim_v && p.out.head_stride == p.head_dim_v;
+}
+
+// zero_run() makes neighbouring words zeros.
+template <class Word>
+DEVICE void zero_run(Element* first, int elements, int thread) {
+  Word* at = reinterpret_cast<Word*>(first) + thread;
+#pragma unroll(sizeof(Word) == sizeof(uint4) ? STORES_AT_ONCE : 1)
+  for (int left = elements / static_cast<int>(sizeof(Word) / sizeof(Element)) - thread; left > 0;
+       left -= ZEROING_THREADS, at += ZEROING_THREADS) {
+    *at = Word();
+  }
+}
+
+// zero_head() makes rows of one head zeros, which lie `stride` elements apart. Each thread has every
+// ZEROING_THREADS-th word of all rows, so that none is idle where a row has few words.
+template <class Word>
+DEVICE void zero_head(Element* first, i64 stride, int rows, int columns, int thread) {
+  constexpr int ELEMENTS = sizeof(Word) / sizeof(Element), WORDS = (HEAD_DIM_V + ELEMENTS - 1) / ELEMENTS;
+  constexpr int ROWS = ZEROING_THREADS / WORDS, STEP = ZEROING_THREADS % WORDS;
+  int left = rows - thread / WORDS, column = thread % WORDS * ELEMENTS;
+  Element* at = first + thread / WORDS * stride;
 #pragma unroll 1
-    for (int i = thread / LANES; i < number; i += ROWS_AT_ONCE, at += step) {
-#pragma unroll 1
-      for (int e = 0; e < count; e++) at[e] = from_accum<Element>(0);
+  while (left > 0) {
+    if (column < columns) *reinterpret_cast<Word*>(at + column) = Word();
+    at += ROWS * stride;
+    left -= ROWS;
+    column += STEP * ELEMENTS;
+    if (STEP > 0 && column >= WORDS * ELEMENTS) {
+      column -= WORDS * ELEMENTS;
+      at += stride;
+      left--;
     }
   }
-  const float sink = p.sink == nullptr ? -infinity() : p.sink[head];
+}
+
+// zero_rows() writes the results of rows [row, row + number) of a head, or of all heads from head 0 on where these have
+// whole rows. The first `used` rows are queries in use. Results are zeros, and the lse of a sum that has at most a
+// sink.
+DEVICE void zero_rows(const AttentionParams& p, i64 batch, i64 row, int head, int heads, int number, int used,
+                      int thread) {
+  constexpr int ELEMENTS = sizeof(uint4) / sizeof(Element);
+  const int columns = static_cast<int>(p.head_dim_v);
+  Element* first = p.out.at(batch, row, head);
+  const bool aligned = (reinterpret_cast<u64>(first) | p.out.row_stride * sizeof(Element)) % sizeof(uint4) == 0;
+  if (heads > 1) {
+    const int elements = number * heads * columns;
+    aligned ? zero_run<uint4>(first, elements, thread) : zero_run<unsigned short>(first, elements, thread);
+  } else {
+    (aligned && columns % ELEMENTS == 0) ? zero_head<uint4>(first, p.out.row_stride, number, columns, thread)
+                                         : zero_head<unsigned short>(first, p.out.row_stride, number, columns, thread);
+  }
 #pragma unroll 1
-  for (int i = thread; i < number; i += ZEROING_THREADS)
-    *p.lse.at(batch, row + i, head) = i < used ? sink : -infinity();
+  for (int i = thread; i < number * heads; i += ZEROING_THREADS) {
+    const int own_head = head + i % heads;
+    *p.lse.at(batch, row + i / heads, own_head) =
+        i < used * heads && p.sink != nullptr ? p.sink[own_head] : -infinity();
+  }
 }
 
 // zero_hidden_tiles() writes this thread block's share of the tiles that see no key. Heads follow each other, as their
-// rows are neighbours in memory.
+// rows are neighbours in memory; where they are so without gaps, all heads of some rows are zeroed at once.
 DEVICE void zero_hidden_tiles(const AttentionParams& p, int thread) {
   const int heads = p.num_heads_q;
   if (are_alike(p)) {
-    const int rows = LeftOut(p).rows, tiles = ceil_div(rows, ROWS_OF_TILE), total = tiles * heads * p.batch;
+    const int at_once = has_whole_rows(p) ? heads : 1, rows = LeftOut(p).rows;
+    const int rows_at_once = larger(ROWS_OF_TILE / at_once, 1), pieces = ceil_div(rows, rows_at_once);
+    const int groups = heads / at_once, total = pieces * groups * p.batch;
 #pragma unroll 1
     for (int index = blockIdx.x; index < total; index += gridDim.x) {
-      const int place = index / heads, first = place % tiles * ROWS_OF_TILE;
-      const int number = smaller(rows - first, ROWS_OF_TILE);
-      zero_rows(p, place / tiles, first, index % heads, number, number, thread);
+      const int place = index / groups, row = place % pieces * rows_at_once;
+      const int number = smaller(rows - row, rows_at_once);
+      zero_rows(p, place / pieces, row, index % groups, at_once, number, number, thread);
     }
     return;
   }
@@ -99,7 +139,7 @@ DEVICE void zero_hidden_tiles(const AttentionParams& p, int thread) {
       const Mask::Range keys = range_of_keys(p, s, work.tile, ROWS_OF_TILE, BLOCK_N);
       if (!is_hidden(p, {keys.begin, keys.end})) continue;
       const int begin = larger(first, skipped);
-      zero_rows(p, batch_of(p, s), s.row_q + begin, head, smaller(first + ROWS_OF_TILE, s.rows_q) - begin,
+      zero_rows(p, batch_of(p, s), s.row_q + begin, head, 1, smaller(first + ROWS_OF_TILE, s.rows_q) - begin,
                 s.len_q - begin, thread);
     }
   }
