@@ -21,7 +21,7 @@ from cuflash.plan.key_splits import merges_by_rows
 from cuflash.plan.sm90_backward_config import Sm90BackwardConfig, with_query_splits
 from cuflash.plan.sm90_config import Sm90ForwardConfig
 from cuflash.plan.sm90_forward import Layout, has_few_queries
-from cuflash.plan.sm90_query_splits import WHOLE_QUERIES, QuerySplits, splits_of
+from cuflash.plan.sm90_query_splits import WHOLE_QUERIES, QuerySplits, in_order, splits_of
 from cuflash.problem.attention_problem import Array, AttentionProblem
 
 # The kernel before the gradients ends sooner by itself on all multiprocessors if there are no more query tiles.
@@ -275,6 +275,7 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays, adds: bool = False) -
     configs = sm90_backward.backward(problem, layouts, *(_layout(work, x) for x in tensors), dslopes=dslopes)
     if not configs:
         return None
+    configs = in_order(problem, configs, work.device.num_sms)
     is_wide = any(grads[name].dtype.itemsize > HALF_BYTES for name in ("q", "k", "v") if name in grads)
     results = {f"d{name}": grads[name] for name in ("k", "v") if name in grads}
     is_split = not is_wide and not adds and bool(results)

@@ -15,12 +15,14 @@ from cuflash.plan.config import flags_of, has_plain_scale, without_window
 from cuflash.plan.sm90_config import Asked, Sm90ForwardConfig, config_of
 from cuflash.plan.sm90_forward import config_for, has_exact_maxima, has_few_queries, lines_of, taken, words_in
 from cuflash.plan.sm90_tiles import FEW_QUERIES, MANY, PAGES, PLAIN_SCORES, WINDOW
-from cuflash.plan.sm90_times import MANY_WAVES, is_timed, num_tiles, predicted_us, splits_worth_trying
+from cuflash.plan.sm90_times import MANY_WAVES, is_timed, num_tiles, predicted_us, rows_per_query, splits_worth_trying
 from cuflash.problem.attention_problem import AttentionProblem
 
 # Tiles of several heads are compared where they are at most such a share of those of one head: their rows are stored
 # one by one, which costs more than a few tiles do.
 _FEWER_TILES = 0.9
+# Tiles are full where they have at most so many rows for each query that sees a key: then no other tile wastes less.
+_FULL = 1.1
 
 
 class Launches(NamedTuple):
@@ -49,7 +51,7 @@ def for_grid(problem: AttentionProblem, config: Sm90ForwardConfig, num_sms: int)
         other = config_for(problem, config.has_bias_tiles, config.has_mask_tiles, few_queries=False)
         return Launches(*sm90_few_queries.quickest(problem, (config, other), num_sms))
     tiles = -(-problem.seqlen_q // config.block_m) * problem.num_heads_q * problem.batch
-    if tiles >= MANY_WAVES * num_sms:
+    if tiles >= MANY_WAVES * num_sms and rows_per_query(problem, config) <= _FULL:
         return Launches(config, 1)
     found = [
         Launches(_with_exact_maxima(problem, candidate, num_splits, config.follows_every_maximum), num_splits)

@@ -1,4 +1,4 @@
-"""The splits of the queries of Hopper's backward pass, where few tiles of keys meet many queries.
+"""The splits of the queries of Hopper's backward pass, where few tiles of keys meet many queries, and its pairs.
 
 A thread block computes dk and dv of one tile of keys, over all queries and query heads that see it. With few keys and
 few KV heads that leaves most multiprocessors idle, so that several thread blocks share the queries of a tile, and their
@@ -18,9 +18,13 @@ from cuflash.problem.attention_problem import AttentionProblem
 
 _PRODUCTS_FLOPS = 10  # of a pair of query and key for each column: five products
 _FLOPS_PER_US = 4e6  # of one multiprocessor
+_STEP_OF_PAIR = 0.88  # of the time of a step without a pair, measured at head dims 136 to 192
 _TILE_US = 3.0  # the beginning and the end of a tile of keys
 _LAUNCH_US, _BYTES_PER_US = 6.0, 2e6  # of the kernel that adds up shares
 _LEAST_GAIN = 0.92  # of the time without splits, which more splits must stay below
+# Thread blocks without pairs are taken below such a share of the time of pairs. They add twice as much to dq, which is
+# not predicted.
+_LEAST_GAIN_WITHOUT_PAIRS = 0.85
 _MOST_ROUNDS = 8  # of tiles that a multiprocessor takes with splits; more are even enough
 
 
@@ -40,16 +44,34 @@ WHOLE_QUERIES = QuerySplits(1, 1)
 
 
 @kept
+def in_order(
+    problem: AttentionProblem, configs: tuple[Sm90BackwardConfig, ...], num_sms: int
+) -> tuple[Sm90BackwardConfig, ...]:
+    """Return the configurations with those without pairs first, where pairs waste too many of their keys or rounds."""
+    unpaired = tuple(config for config in configs if config.pair == 1)
+    if not unpaired or configs[0].pair == 1:
+        return configs
+    paired_us, unpaired_us = (_fastest(problem, config, num_sms)[0] for config in (configs[0], unpaired[0]))
+    if unpaired_us >= _LEAST_GAIN_WITHOUT_PAIRS * paired_us:
+        return configs
+    return unpaired + tuple(config for config in configs if config.pair > 1)
+
+
+@kept
 def splits_of(problem: AttentionProblem, config: Sm90BackwardConfig, num_sms: int) -> QuerySplits:
     """Return the splits that take the least time on `num_sms` multiprocessors."""
+    return _fastest(problem, config, num_sms)[1]
+
+
+def _fastest(problem: AttentionProblem, config: Sm90BackwardConfig, num_sms: int) -> tuple[float, QuerySplits]:
+    """Return the predicted microseconds of the main kernel with the splits that take the least time, and these."""
     takers, columns = num_sms // config.pair, problem.head_dim + problem.head_dim_v
     sequences = problem.batch if problem.packed else 1
     length = math.ceil(problem.seqlen_k / sequences)
-    tiles = math.ceil(length / (config.block_n * config.pair)) * problem.num_heads_kv * problem.batch
-    if tiles >= 2 * takers or not tiles:
-        return WHOLE_QUERIES
+    tiles = math.ceil(length / config.keys) * problem.num_heads_kv * problem.batch
     rows = math.ceil(_most_queries(problem) / sequences / config.block_m)
     step_us = _PRODUCTS_FLOPS * config.block_m * config.block_n * columns / 2 / _FLOPS_PER_US
+    step_us *= _STEP_OF_PAIR if config.pair > 1 else 1
     shares = problem.seqlen_k * problem.num_heads_kv * columns * FLOAT_BYTES * (1 if problem.packed else problem.batch)
 
     def us(splits: QuerySplits) -> float:
@@ -57,6 +79,9 @@ def splits_of(problem: AttentionProblem, config: Sm90BackwardConfig, num_sms: in
         adding = _LAUNCH_US + splits.in_all * shares / _BYTES_PER_US if splits.in_all > 1 else 0.0
         return math.ceil(tiles * splits.in_all / takers) * (_TILE_US + steps * step_us) + adding
 
+    whole_us = us(WHOLE_QUERIES)
+    if tiles >= 2 * takers or not tiles:
+        return whole_us, WHOLE_QUERIES
     most = max(_MOST_ROUNDS * takers // tiles, 1)
     # A block mask lists the tiles of queries of each head, which stay together.
     most_of_rows = 1 if problem.block_mask else min(rows, most)
@@ -66,7 +91,7 @@ def splits_of(problem: AttentionProblem, config: Sm90BackwardConfig, num_sms: in
         for of_rows in range(1, min(most_of_rows, most // of_heads) + 1)
     ]
     best = min(found, key=us)
-    return best if us(best) < _LEAST_GAIN * us(WHOLE_QUERIES) else WHOLE_QUERIES
+    return (us(best), best) if us(best) < _LEAST_GAIN * whole_us else (whole_us, WHOLE_QUERIES)
 
 
 def _most_queries(problem: AttentionProblem) -> int:

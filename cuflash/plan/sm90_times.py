@@ -60,6 +60,8 @@ _MEASURED = {
 # The steps of tiles that were not measured are predicted by the line through the two that were, of head dim 128, with
 # the fewest and the most operations: microseconds of any step, and operations per microsecond and multiprocessor.
 _STEP, _FLOPS = 0.37, 7.9e6
+# A measured step tells that of head dims narrower by so many columns, where products still take most of it.
+_MOST_NARROWER = 64
 _ROWS_OF_HEADS = 1.5  # microseconds more of a tile with rows of several heads, which are stored one by one
 _OTHER = Times(1.5, 0.0, 4.0)  # times of a tile that was not measured; `times_of` fills in its step
 
@@ -91,7 +93,8 @@ def _known(kernel: _Kernel) -> Times | None:
     A narrower one than that has less to multiply.
     """
     head_dim, head_dim_v, tile = kernel.head_dim, kernel.head_dim_v, (kernel.block_m, kernel.block_n)
-    timed = [d for d, *own in _MEASURED if tuple(own) == tile and d >= max(head_dim, head_dim_v)]
+    widest = max(head_dim, head_dim_v)
+    timed = [d for d, *own in _MEASURED if tuple(own) == tile and widest <= d <= widest + _MOST_NARROWER]
     if not timed:
         return None
     times = _MEASURED[(min(timed), *tile)]
@@ -142,6 +145,15 @@ def _steps(problem: AttentionProblem, kernel: _Tile) -> np.ndarray:
     return np.maximum(-(-end // block_n) - begin // block_n, 0)
 
 
+def rows_per_query(problem: AttentionProblem, kernel: _Tile) -> float:
+    """Return the rows of tiles that see keys, for each query that sees one; 1 where none does."""
+    rows = int(np.count_nonzero(_steps(problem, kernel))) * _queries(problem, kernel)
+    seeing = problem.seqlen_q
+    if problem.window_right is not None:
+        seeing = min(seeing, problem.seqlen_k + problem.window_right)
+    return rows / seeing if rows and seeing > 0 else 1.0
+
+
 def splits_worth_trying(problem: AttentionProblem, kernel: _Tile, num_sms: int) -> list[int]:
     """Return numbers of splits that leave each split two tiles of keys, and each multiprocessor few splits."""
     tiles, most_steps = num_tiles(problem, kernel), -(-problem.seqlen_k // kernel.block_n)
@@ -171,8 +183,8 @@ def predicted_us(problem: AttentionProblem, kernel: _Tile, num_splits: int, num_
     times = times_of(kernel)
     heads = kernel.num_heads(problem) * problem.batch
     steps = -(-_steps(problem, kernel) // num_splits)
-    if num_splits == 1 and steps.any():
-        steps = steps[steps > 0]  # a kernel without splits writes tiles that see no key beside the others
+    if num_splits == 1 and steps.any() and not kernel.packs_heads:
+        steps = steps[steps > 0]  # such a kernel writes tiles that see no key beside the others
     merging = merging_us(rows_of(problem), problem.head_dim_v, num_splits)
     computing = _computing_us(steps, num_splits * heads, times.step, tile_us(kernel), num_sms)
     return times.launch + computing + merging

@@ -12,9 +12,6 @@
 // queries, a loss with 64.
 constexpr bool ARRIVES_EARLY = DQ_BY_QUERIES;
 
-// FIRST_IS_DQ: the last piece of dq of a tile of keys is handed on before dk and dv are written.
-constexpr bool FIRST_IS_DQ = DQ_STAGES > 1;
-
 // KeyGradients are the thread's fragments of dk (64, HEAD_DIM) and dv (64, HEAD_DIM_V).
 struct KeyGradients {
   float dk[HEAD_DIM / 2], dv[HEAD_DIM_V / 2];
@@ -252,13 +249,18 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, const Rings
     KeyGradients sums;
     float dq[DQ_COLUMNS / 2];
     if (!work.is_hidden) own.visit_queries(work, sums, dq);
-    // dq, which a kernel behind waits for, comes before dk and dv if these need not wait for its buffer then.
-    if (!FIRST_IS_DQ) own.write(work, sums);
-    if (!work.is_hidden) {
-      own.store_dq(dq, own.rings.ds.previous_stage());
-      own.dq_ring.publish_from_warp();
+    // dq, which a kernel behind waits for, comes before dk and dv if these need not wait for its buffer then, or if no
+    // tile follows that would wait for them.
+    const bool dq_first = DQ_STAGES > 1 || p.tile_counter == nullptr;
+#pragma unroll 1
+    for (int turn = 0; turn < 2; turn++) {
+      if (dq_first == (turn == 1)) {
+        own.write(work, sums);
+      } else if (!work.is_hidden) {
+        own.store_dq(dq, own.rings.ds.previous_stage());
+        own.dq_ring.publish_from_warp();
+      }
     }
-    if (FIRST_IS_DQ) own.write(work, sums);
     own.rings.work.stage = work.stage;
     own.rings.work.phase = work.phase;
     __syncwarp();
