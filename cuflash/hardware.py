@@ -16,6 +16,7 @@ PANEL = SWIZZLE_BYTES // HALF_BYTES  # columns of a panel of 16-bit elements
 REGISTERS_OF_SM = 1 << 16  # 32-bit registers of a multiprocessor
 MAX_CLUSTER = 8  # thread blocks of a cluster on every GPU that has clusters
 SMS_OF_GPC = 16  # multiprocessors, at least, of a part of the GPU within which a cluster runs
+LINE_BYTES = 128  # of the L2 cache
 SECTOR_BYTES = 32  # what L2 reads and writes of a line at a time
 # The part of Hopper's 50 MB of L2 that heads which are computed together may fill with what they share.
 L2_BYTES = 32 << 20
@@ -32,6 +33,7 @@ EMITTED = {
     "SWIZZLE_BYTES": SWIZZLE_BYTES,
     "SMEM_ALIGNMENT": SMEM_ALIGNMENT,
     "PANEL": PANEL,
+    "LINE_BYTES": LINE_BYTES,
     "REGISTERS_OF_SM": REGISTERS_OF_SM,
 }
 

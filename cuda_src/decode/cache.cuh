@@ -6,7 +6,6 @@
 #include "../sm80/tile.cuh"
 
 constexpr int CACHE_BYTES = HAS_FP8 ? 1 : sizeof(Element);  // of a number
-constexpr int LINE_BYTES = 128;                             // of the L2 cache
 // A tile of rows counts in elements of 16 bits; one of codes has two in each.
 template <int COLUMNS>
 using CacheTile = SharedTile<WARP_KEYS, COLUMNS * CACHE_BYTES / 2>;
@@ -15,8 +14,8 @@ using ValueTile = CacheTile<HEAD_DIM_V>;
 
 // Stage is what a warp has of WARP_KEYS keys.
 struct Stage {
-  alignas(128) u8 k[KeyTile::BYTES];    // (WARP_KEYS, HEAD_DIM)
-  alignas(128) u8 v[ValueTile::BYTES];  // (WARP_KEYS, HEAD_DIM_V)
+  alignas(LINE_BYTES) u8 k[KeyTile::BYTES];    // (WARP_KEYS, HEAD_DIM)
+  alignas(LINE_BYTES) u8 v[ValueTile::BYTES];  // (WARP_KEYS, HEAD_DIM_V)
   // The scales of the rows; there are none without codes.
   alignas(8) float k_scale[HAS_FP8 ? WARP_KEYS : 1], v_scale[HAS_FP8 ? WARP_KEYS : 1];
 };

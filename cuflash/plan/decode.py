@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from cuflash.hardware import CODE_BYTES, FLOAT_BYTES, HALF_BYTES
+from cuflash.hardware import CODE_BYTES, FLOAT_BYTES, HALF_BYTES, LINE_BYTES
 from cuflash.kept import kept
 from cuflash.plan import sm90_grid
 from cuflash.plan.config import CPP_TYPES, common, flags_of, has_plain_scale, has_plain_scores, not_taken
@@ -30,14 +30,12 @@ SMALL_PAGES = 64
 # large pages that one takes some percent longer than it is predicted to.
 _SOONER, _SOONER_OVER_PAGES = 0.92, 1.0
 _MOST_TILES = 4  # of query heads that share a KV head, each of which reads its keys
-_STAGE_ALIGNMENT = 128  # bytes
 
 # Predictions are in microseconds and of an H200, by 484 times of 24 problems in CUDA graphs (head dims 64 and 128, 1 to
 # 64 sequences, 512 to 32k keys, 1 to 64 splits, arrays and pages of 16): half are within 4%, nine of ten within 15%.
 _LAUNCH, _ROUND = 3.6, 1.0  # a launch, and thread blocks that run at once, besides their steps
 _READ = 4.5e6  # bytes that memory sends in a microsecond
 _SHORT_ROWS, _HALF_LINES = 0.92, 0.8  # of that, where rows are half a line: with both heads of a line, and with one
-_LINE = 128  # bytes
 
 
 class _Step(NamedTuple):
@@ -72,7 +70,7 @@ def _stage_bytes(tile: DecodeTile, record: Record[DecodeTile]) -> int:
     number = CODE_BYTES if record.kind == CODES else HALF_BYTES
     scales = 2 * FLOAT_BYTES * (tile.warp_keys if record.kind == CODES else 1)
     of_keys = tile.warp_keys * (record.head_dim + record.head_dim_v) * number
-    return math.ceil((of_keys + scales) / _STAGE_ALIGNMENT) * _STAGE_ALIGNMENT
+    return math.ceil((of_keys + scales) / LINE_BYTES) * LINE_BYTES
 
 
 def _smem_bytes(tile: DecodeTile, record: Record[DecodeTile]) -> int:
@@ -187,7 +185,7 @@ def predicted_us(problem: AttentionProblem, config: DecodeConfig, splits: int, n
     steps = math.ceil(keys_seen(problem, 1) / config.block_n / splits)
     block_bytes = steps * config.block_n * config.kv_heads * (numbers_of_key * number + of_scales)
     read = _READ
-    if numbers_of_key * number < 2 * _LINE:
+    if numbers_of_key * number < 2 * LINE_BYTES:
         read *= _SHORT_ROWS if config.kv_heads > 1 else _HALF_LINES
     tile_bytes = config.warp_keys * numbers_of_key * number
     blocks = tiles(problem, config) * problem.num_heads_kv // config.kv_heads * problem.batch * splits
