@@ -10,17 +10,22 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import numpy as np
+
 from cuflash.hardware import FLOAT_BYTES
 from cuflash.kept import kept
 from cuflash.plan.sm90_backward_config import Sm90BackwardConfig
-from cuflash.plan.sm90_order import queries_seen
+from cuflash.plan.sm90_backward_tiles import NARROW, WIDE
+from cuflash.plan.sm90_times import computing_us
 from cuflash.problem.attention_problem import AttentionProblem
 
 _PRODUCTS_FLOPS = 10  # of a pair of query and key for each column: five products
-_FLOPS_PER_US = 4e6  # of one multiprocessor
+# Microseconds and rates are those of some hundred splits of 12 problems in CUDA graphs on an H200 (head dims 48 to 152,
+# 4 to 20k queries, 100 to 1,000 keys, 1 to 17 query heads of a KV head).
+_FLOPS_PER_US = {NARROW: 5.0e6, WIDE: 2.9e6}  # of one multiprocessor
 _STEP_OF_PAIR = 0.88  # of the time of a step without a pair, measured at head dims 136 to 192
-_TILE_US = 3.0  # the beginning and the end of a tile of keys
-_LAUNCH_US, _BYTES_PER_US = 6.0, 2e6  # of the kernel that adds up shares
+_TILE_US = 5.0  # the beginning and the end of a tile of keys
+_LAUNCH_US, _BYTES_PER_US = 4.0, 0.92e6  # of float32 shares, which are written, and of the kernel that adds them up
 _LEAST_GAIN = 0.92  # of the time without splits, which more splits must stay below
 # Thread blocks without pairs are taken below such a share of the time of pairs. They add twice as much to dq, which is
 # not predicted.
@@ -66,36 +71,48 @@ def splits_of(problem: AttentionProblem, config: Sm90BackwardConfig, num_sms: in
 def _fastest(problem: AttentionProblem, config: Sm90BackwardConfig, num_sms: int) -> tuple[float, QuerySplits]:
     """Return the predicted microseconds of the main kernel with the splits that take the least time, and these."""
     takers, columns = num_sms // config.pair, problem.head_dim + problem.head_dim_v
-    sequences = problem.batch if problem.packed else 1
-    length = math.ceil(problem.seqlen_k / sequences)
-    tiles = math.ceil(length / config.keys) * problem.num_heads_kv * problem.batch
-    rows = math.ceil(_most_queries(problem) / sequences / config.block_m)
-    step_us = _PRODUCTS_FLOPS * config.block_m * config.block_n * columns / 2 / _FLOPS_PER_US
+    rows = _rows_seen(problem, config)  # of each tile of keys of one head: tiles of queries that see it
+    heads = problem.num_heads_kv * problem.batch
+    tiles = len(rows) * heads
+    step_us = _PRODUCTS_FLOPS * config.block_m * config.block_n * columns / 2 / _FLOPS_PER_US[config.entry]
     step_us *= _STEP_OF_PAIR if config.pair > 1 else 1
     shares = problem.seqlen_k * problem.num_heads_kv * columns * FLOAT_BYTES * (1 if problem.packed else problem.batch)
 
     def us(splits: QuerySplits) -> float:
-        steps = math.ceil(problem.group_size / splits.of_heads) * math.ceil(rows / splits.of_rows)
+        steps = math.ceil(problem.group_size / splits.of_heads) * -(-rows // splits.of_rows)
         adding = _LAUNCH_US + splits.in_all * shares / _BYTES_PER_US if splits.in_all > 1 else 0.0
-        return math.ceil(tiles * splits.in_all / takers) * (_TILE_US + steps * step_us) + adding
+        return computing_us(steps, splits.in_all * heads, step_us, _TILE_US, takers) + adding
 
+    if not tiles:
+        return 0.0, WHOLE_QUERIES
     whole_us = us(WHOLE_QUERIES)
-    if tiles >= 2 * takers or not tiles:
+    if tiles >= _MOST_ROUNDS * takers:
         return whole_us, WHOLE_QUERIES
     most = max(_MOST_ROUNDS * takers // tiles, 1)
     # A block mask lists the tiles of queries of each head, which stay together.
-    most_of_rows = 1 if problem.block_mask else min(rows, most)
+    longest = int(rows.max())
+    most_of_rows = 1 if problem.block_mask else min(longest, most)
+    # Of numbers of parts that leave the longest as many tiles, the least is as good as any.
+    worth = [n for n in range(1, most_of_rows + 1) if n == 1 or -(-longest // n) < -(-longest // (n - 1))]
     found = [
         QuerySplits(of_heads, of_rows)
         for of_heads in range(1, min(problem.group_size, most) + 1)
-        for of_rows in range(1, min(most_of_rows, most // of_heads) + 1)
+        for of_rows in worth
+        if of_heads * of_rows <= most
     ]
     best = min(found, key=us)
     return (us(best), best) if us(best) < _LEAST_GAIN * whole_us else (whole_us, WHOLE_QUERIES)
 
 
-def _most_queries(problem: AttentionProblem) -> int:
-    """Return the most queries that see one key, which with a diagonal is the first one."""
-    right = problem.window_right
-    behind = problem.seqlen_q if right is None else min(problem.seqlen_k + right, problem.seqlen_q)
-    return max(min(queries_seen(problem), behind), 0)
+def _rows_seen(problem: AttentionProblem, config: Sm90BackwardConfig) -> np.ndarray:
+    """Return how many tiles of queries of a head see each tile of keys; packed sequences are taken to be alike."""
+    sequences = problem.batch if problem.packed else 1
+    queries, keys = (math.ceil(n / sequences) for n in (problem.seqlen_q, problem.seqlen_k))
+    first = np.arange(0, keys, config.keys)
+    diagonal = keys - queries
+    begin, end = np.zeros_like(first), np.full_like(first, queries)
+    if problem.window_right is not None:
+        begin = np.maximum(first - diagonal - problem.window_right, 0)
+    if problem.window_left is not None:
+        end = np.minimum(np.minimum(first + config.keys, keys) - diagonal + problem.window_left, queries)
+    return np.maximum(-(-end // config.block_m) - begin // config.block_m, 0)

@@ -164,7 +164,7 @@ def splits_worth_trying(problem: AttentionProblem, kernel: _Tile, num_sms: int) 
     return sorted(n for n in {*OF_MANY_ROWS, once} if n == 1 or n <= most)
 
 
-def _computing_us(steps: np.ndarray, blocks_of_each: int, step: float, tile: float, num_sms: int) -> float:
+def computing_us(steps: np.ndarray, blocks_of_each: int, step: float, tile: float, num_sms: int) -> float:
     """Microseconds of thread blocks with so many steps, the longest first; each number of steps is that of many.
 
     They take as long as their mean on a multiprocessor, and as whole rounds: some multiprocessor has j + 1 of the first
@@ -186,5 +186,5 @@ def predicted_us(problem: AttentionProblem, kernel: _Tile, num_splits: int, num_
     if num_splits == 1 and steps.any() and not kernel.packs_heads:
         steps = steps[steps > 0]  # such a kernel writes tiles that see no key beside the others
     merging = merging_us(rows_of(problem), problem.head_dim_v, num_splits)
-    computing = _computing_us(steps, num_splits * heads, times.step, tile_us(kernel), num_sms)
+    computing = computing_us(steps, num_splits * heads, times.step, tile_us(kernel), num_sms)
     return times.launch + computing + merging

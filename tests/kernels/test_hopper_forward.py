@@ -362,7 +362,7 @@ def test_keys_are_split_for_few_queries_first(seqlen_q: int, seqlen_k: int, part
     ],
 )
 def test_multiprocessors_take_whole_tiles(steps: list[int], blocks_of_each: int, us: float) -> None:
-    assert sm90_times._computing_us(np.array(steps), blocks_of_each, step=1.0, tile=2.0, num_sms=132) == us
+    assert sm90_times.computing_us(np.array(steps), blocks_of_each, step=1.0, tile=2.0, num_sms=132) == us
 
 
 @pytest.mark.usefixtures("small_grids")
