@@ -15,8 +15,8 @@ constexpr bool ZEROES_HIDDEN =
 // hide. A pair does not: its schedulers agree on a tile in step with the tiles that they hand on, so they hand on all.
 constexpr bool ZEROES_BY_LENGTHS = ZEROES_HIDDEN && CONSUMERS <= 2 && PAIR == 1;
 constexpr int ZEROING_THREADS = 2 * WARP;
-// STORES_AT_ONCE are the stores of a step of these threads' simplest loop, as far as they have registers.
-constexpr int STORES_AT_ONCE = PRODUCER_REGISTERS >= 40 ? 4 : 1;
+// ZEROES_WHOLE_ROWS tells whether these threads have registers to zero all heads of a row at once.
+constexpr bool ZEROES_WHOLE_ROWS = PRODUCER_REGISTERS >= 40;
 
 // are_alike() tells whether all sequences have the lengths of the arrays, so that the same tiles of each see no key.
 DEVICE bool are_alike(const AttentionParams& p) {
@@ -45,16 +45,16 @@ DEVICE bool is_hidden(const AttentionParams& p, const KeyRange& keys) {
   return ZEROES_BY_LENGTHS && !are_alike(p) && keys.begin >= keys.end;
 }
 
-// has_whole_rows() tells whether the heads of a row, and rows, follow each other in memory without gaps.
+// has_whole_rows() tells whether all heads are zeroed at once: heads of a row, and rows, lie side by side in memory.
 DEVICE bool has_whole_rows(const AttentionParams& p) {
-  return p.out.row_stride == p.num_heads_q * p.head_dim_v && p.out.head_stride == p.head_dim_v;
+  return ZEROES_WHOLE_ROWS && p.out.row_stride == p.num_heads_q * p.head_dim_v && p.out.head_stride == p.head_dim_v;
 }
 
 // zero_run() makes neighbouring words zeros.
 template <class Word>
 DEVICE void zero_run(Element* first, int elements, int thread) {
   Word* at = reinterpret_cast<Word*>(first) + thread;
-#pragma unroll(sizeof(Word) == sizeof(uint4) ? STORES_AT_ONCE : 1)
+#pragma unroll(sizeof(Word) == sizeof(uint4) ? 4 : 1)
   for (int left = elements / static_cast<int>(sizeof(Word) / sizeof(Element)) - thread; left > 0;
        left -= ZEROING_THREADS, at += ZEROING_THREADS) {
     *at = Word();
@@ -92,7 +92,7 @@ DEVICE void zero_rows(const AttentionParams& p, i64 batch, i64 row, int head, in
   const int columns = static_cast<int>(p.head_dim_v);
   Element* first = p.out.at(batch, row, head);
   const bool aligned = (reinterpret_cast<u64>(first) | p.out.row_stride * sizeof(Element)) % sizeof(uint4) == 0;
-  if (heads > 1) {
+  if (ZEROES_WHOLE_ROWS && heads > 1) {
     const int elements = number * heads * columns;
     aligned ? zero_run<uint4>(first, elements, thread) : zero_run<unsigned short>(first, elements, thread);
   } else {
@@ -101,9 +101,9 @@ DEVICE void zero_rows(const AttentionParams& p, i64 batch, i64 row, int head, in
   }
 #pragma unroll 1
   for (int i = thread; i < number * heads; i += ZEROING_THREADS) {
-    const int own_head = head + i % heads;
-    *p.lse.at(batch, row + i / heads, own_head) =
-        i < used * heads && p.sink != nullptr ? p.sink[own_head] : -infinity();
+    // Neighbours write one head's rows, which lie side by side.
+    const int own_row = i % number, own_head = head + i / number;
+    *p.lse.at(batch, row + own_row, own_head) = own_row < used && p.sink != nullptr ? p.sink[own_head] : -infinity();
   }
 }
 
