@@ -104,7 +104,9 @@ struct KeyWarp {
 
   // prepare_queries() computes delta of all queries, and makes dq 0 of tiles of queries that see no key. Tiles that do
   // are visited by this thread block, or its cluster, which then writes their dq. A block of a cluster computes delta
-  // of the tiles that it visits, as others with the same queries do, and shares those that see no key.
+  // of the tiles that it visits, as others with the same queries do, and shares those that see no key: the last block
+  // comes first, as the first one visits the first tile. Where these have no part in a sink's gradient, either, nothing
+  // is read for them.
   DEVICE void prepare_queries() const {
     const int group = group_size(p);
     int num_seeing = 0, num_others = 0;
@@ -113,13 +115,16 @@ struct KeyWarp {
       for (int block = 0; block * BLOCK_M < s.rows_q; block++) {
         const bool sees = block >= seeing.block && block < seeing.end;
         if constexpr (CLUSTER > 1) {
-          const bool is_own = sees ? num_seeing++ % CLUSTER_QUERIES == query_rank() : num_others++ % CLUSTER == rank();
+          const bool is_own =
+              sees ? num_seeing++ % CLUSTER_QUERIES == query_rank() : num_others++ % CLUSTER == CLUSTER - 1 - rank();
           if (!is_own) continue;
         }
-        write_delta(p, s, head, block * BLOCK_M);
-        float dq[DQ_FRAGMENTS][DQ_COLUMNS / 2];
-        clear_all(dq);
-        if (!sees) write_dq(p, s, head, block, dq);
+        if (!sees) zero_dq(p, s, head, block);
+        if (sees || p.sink != nullptr) {
+          write_delta(p, s, head, block * BLOCK_M);
+        } else {
+          clear_delta(p, s, head, block * BLOCK_M);
+        }
       }
     }
     __syncthreads();

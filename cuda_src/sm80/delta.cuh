@@ -59,3 +59,10 @@ DEVICE void write_delta(const AttentionParams& p, const Sequence& s, int head, i
     }
   }
 }
+
+// clear_delta() makes delta of BLOCK_M queries of one head 0, which see no key, so that nothing is read. All threads
+// call it.
+DEVICE void clear_delta(const AttentionParams& p, const Sequence& s, int head, int first_row) {
+  const int row = first_row + static_cast<int>(threadIdx.x);
+  if (threadIdx.x < BLOCK_M && row < s.rows_q) *p.delta.at(batch_of(p, s), s.row_q + row, head) = 0;
+}

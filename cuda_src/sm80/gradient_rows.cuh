@@ -32,6 +32,27 @@ DEVICE void write_dq(const AttentionParams& p, const Sequence& s, int head, int 
   }
 }
 
+// zero_dq() makes a tile of dq zeros, nothing where dq is not wanted. All threads call it.
+DEVICE void zero_dq(const AttentionParams& p, const Sequence& s, int head, int block) {
+  if (p.dq.data == nullptr) return;
+  constexpr int VECTORS = HEAD_DIM / VECTOR;
+  const i64 stride = p.dq.row_stride;
+  const int rows = smaller(s.rows_q - block * BLOCK_M, BLOCK_M), columns = static_cast<int>(p.head_dim);
+  Element* first = p.dq.at(batch_of(p, s), s.row_q + block * BLOCK_M, head);
+  const bool vectors = (reinterpret_cast<u64>(first) | static_cast<u64>(stride) * sizeof(Element)) % ALIGNMENT == 0;
+#pragma unroll 2
+  for (int i = threadIdx.x; i < rows * VECTORS; i += NUM_THREADS) {
+    const int column = i % VECTORS * VECTOR;
+    Element* at = first + i / VECTORS * stride + column;
+    if (vectors && column + VECTOR <= columns) {
+      *reinterpret_cast<uint4*>(at) = make_uint4(0, 0, 0, 0);
+    } else {
+#pragma unroll 1
+      for (int e = 0; e < smaller(columns - column, VECTOR); e++) at[e] = from_accum<Element>(0);
+    }
+  }
+}
+
 // read_fragment() reads a thread's share of a fragment of the sum; add_fragment() adds to it.
 DEVICE void read_fragment(float (&x)[DQ_COLUMNS / 2], const float* sum) {
   sum += lane() * ADDED;
