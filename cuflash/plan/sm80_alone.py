@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from cuflash.hardware import FLOAT_BYTES, MAX_CLUSTER, SMS_OF_GPC
+from cuflash.hardware import FLOAT_BYTES, HALF_BYTES, MAX_CLUSTER, SMS_OF_GPC
 from cuflash.plan.record import HOPPER, Capability, Record
 from cuflash.plan.sm80_tiles import Sm80BackwardTile
 from cuflash.problem.attention_problem import AttentionProblem
@@ -26,6 +26,9 @@ _MEET_US, _BYTES_PER_US = 0.7, 14_000
 _THREE_LAUNCHES_US, _NEXT_US, _NEXT_US_OF_COLUMN = 17.5, 0.2, 0.0065
 _MOST_STEPS, _ADDING_US = 16, 3.0
 _ROWS, _KEYS = 64, 128  # the tile of their main kernel
+# A thread block makes so many bytes of dq zeros in a microsecond, of tiles of queries that see no key. That is half of
+# what a multiprocessor can store, and was not fitted.
+_ZEROED_BYTES_PER_US = 50_000
 # A cluster is taken where it is predicted to take so much of the time of three launches, as predictions err.
 _LEAST_GAIN = 0.9
 
@@ -48,9 +51,17 @@ def clustered(
                     yield replace(record, tile=replace(tile, adds_apart=True))
 
 
+def hidden_tiles_of(problem: AttentionProblem, block_m: int) -> int:
+    """Return the first tiles of queries of a KV head to which a window leaves no key, where lengths are the arrays'."""
+    right = problem.window_right
+    hidden = 0 if right is None else min(max(problem.seqlen_q - problem.seqlen_k - right, 0), problem.seqlen_q)
+    return problem.group_size * (hidden // block_m)
+
+
 def steps_of(problem: AttentionProblem, block_m: int) -> int:
-    """Return the tiles of queries of a KV head."""
-    return problem.group_size * math.ceil(problem.seqlen_q / block_m)
+    """Return the tiles of queries of a KV head that see some key, one at least."""
+    tiles = problem.group_size * math.ceil(problem.seqlen_q / block_m)
+    return max(tiles - hidden_tiles_of(problem, block_m), 1)
 
 
 def waves_of(problem: AttentionProblem, tile: Sm80BackwardTile, num_sms: int) -> int:
@@ -76,12 +87,18 @@ def time_of(problem: AttentionProblem, record: Record[Sm80BackwardTile], num_sms
     blocks = problem.batch * problem.num_heads_kv * tile.cluster
     next_step = step * max(min(blocks / num_sms, tile.min_blocks), 1)
     steps = math.ceil(steps_of(problem, tile.block_m) / tile.cluster_queries)
-    time = _LAUNCH_US + step + (steps - 1) * next_step
+    time = _LAUNCH_US + step + (steps - 1) * next_step + _zeroing_time(problem, tile)
     if tile.cluster_keys > 1:
         time += steps * _adding_time(min(tile.block_m, problem.seqlen_q), problem.head_dim)
     if tile.cluster_queries > 1:
         time += _adding_time(tile.block_n, problem.head_dim + problem.head_dim_v) + _MEET_US * tile.adds_apart
     return waves_of(problem, tile, num_sms) * time
+
+
+def _zeroing_time(problem: AttentionProblem, tile: Sm80BackwardTile) -> float:
+    """Return the time in which a cluster makes dq zeros where no key is seen."""
+    tiles = math.ceil(hidden_tiles_of(problem, tile.block_m) / tile.cluster)
+    return tiles * tile.block_m * problem.head_dim * HALF_BYTES / _ZEROED_BYTES_PER_US
 
 
 def _adding_time(rows: int, columns: int) -> float:
@@ -91,8 +108,12 @@ def _adding_time(rows: int, columns: int) -> float:
 
 def is_faster(problem: AttentionProblem, record: Record[Sm80BackwardTile], num_sms: int) -> bool:
     """Tell whether a cluster is predicted to be faster than three launches."""
-    is_alone = waves_of(problem, record.tile, num_sms) == 1
-    return is_alone and time_of(problem, record, num_sms) < _LEAST_GAIN * time_of_three(problem, num_sms)
+    return waves_of(problem, record.tile, num_sms) == 1 and beats_three(problem, record, num_sms)
+
+
+def beats_three(problem: AttentionProblem, record: Record[Sm80BackwardTile], num_sms: int) -> bool:
+    """Tell whether the predicted time is clearly less than that of three launches."""
+    return time_of(problem, record, num_sms) < _LEAST_GAIN * time_of_three(problem, num_sms)
 
 
 def time_of_three(problem: AttentionProblem, num_sms: int) -> float:

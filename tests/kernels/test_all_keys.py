@@ -176,6 +176,25 @@ def test_shapes_of_clusters(shape: tuple[int, int], adds_apart: bool) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("shape", [(1, 1), (1, 4), (2, 3)])
+@pytest.mark.parametrize("head_dim", [33, 56])
+@pytest.mark.parametrize("sink", [False, True])
+def test_tiles_of_queries_that_see_no_key(shape: tuple[int, int], head_dim: int, sink: bool) -> None:
+    """Their dq is zeros, and nothing is read for them but what the gradient of a sink takes."""
+    keys = 5 if shape[0] == 1 else 40
+    options = {"sink": np.array([0.3, -1.0], np.float32)} if sink else {}
+    case = gaussian_case(7, "float16", (230, keys), (2, 1), (head_dim, head_dim), 2, causal=True, **options)
+    out, lse = case.on(device_of("numpy")).forward()
+    if not sink:
+        case.dout[:, : 230 - keys - 32] = np.nan
+    with in_cluster(SMALL, *shape, cpu_device.Check.NONE):
+        grads = case.on(Device("sm_90", np)).backward(out, lse)
+    assert not grads["q"][:, : 230 - keys].any()
+    case.dout[:, : 230 - keys] = 0
+    case.assert_gradients(grads)
+
+
+@needs_compiler
 def test_no_query_takes_part_in_tiles_that_it_does_not_see() -> None:
     """NaN of a key stays where a tile of queries sees some key of its tile."""
     case = gaussian_case(6, "float16", (90, 90), (2, 1), (64, 64), 1, causal=True)
@@ -231,6 +250,9 @@ def test_clusters_are_for_hopper() -> None:
     assert hopper(1, 433, 6, 128, heads=(4, 4))[0] == "16x64 4 7x1"
     assert hopper(13, 6, 1, 48, heads=(55, 5))[0] == "32x32 4 1x8"
     assert hopper(306, 1, 10, 104)[0].endswith("1x8")
+    causal: dict[str, Any] = {"window_right": 0}
+    assert hopper(306, 1, 10, 104, **causal)[0] == "32x32 4", "all but one tile of queries see no key"
+    assert not hopper(60_000, 1, 10, 104, **causal), "a thread block makes zeros of so many queries slowly"
     assert not hopper(20, 2100), "a cluster has eight thread blocks at most"
     assert not hopper(20, 500, 100), "clusters do not wait for others"
     assert not hopper(2, 624, 2, 80, heads=(12, 12)), "nor do clusters of five, which take multiprocessors by twos"
