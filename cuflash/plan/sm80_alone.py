@@ -21,15 +21,17 @@ _LAUNCH_US, _STEP_US, _STEP_US_OF_COLUMN = 2.6, 2.0, 0.03
 _SCORES_OF_WARP, _SHARE_OF_SCORES = 256, 0.2
 # A cluster takes so long to meet for an exchange of sums, of whose bytes a thread block sends so many in a microsecond.
 _MEET_US, _BYTES_PER_US = 0.7, 14_000
-# Three launches (rows, gradients, dq) take so long, and for each tile of queries behind the first, of which a column of
+# Three launches (rows, gradients, dq) take so long, two of them where one tile of their main kernel has all keys, which
+# then writes dq itself; and for each tile of queries behind the first, of which a column of
 # the head dim takes a part. With more tiles than so many thread blocks share them (`QuerySplits`), and add up shares.
-_THREE_LAUNCHES_US, _NEXT_US, _NEXT_US_OF_COLUMN = 17.5, 0.2, 0.0065
+_THREE_LAUNCHES_US, _TWO_LAUNCHES_US, _NEXT_US, _NEXT_US_OF_COLUMN = 15.0, 11.5, 0.2, 0.0065
 _MOST_STEPS, _ADDING_US = 16, 3.0
-_ROWS, _KEYS = 64, 128  # the tile of their main kernel
+_ROWS, _KEYS, _KEYS_OF_WIDEST = 64, 128, 64  # the tile of their main kernel, and its keys above head dim 192
+_WIDEST = 192
 # A thread block makes so many bytes of dq zeros in a microsecond, of tiles of queries that see no key. That is half of
 # what a multiprocessor can store, and was not fitted.
 _ZEROED_BYTES_PER_US = 50_000
-# A cluster is taken where it is predicted to take so much of the time of three launches, as predictions err.
+# A cluster is taken where it is predicted to take so much of the time of others' launches, as predictions err.
 _LEAST_GAIN = 0.9
 
 
@@ -107,20 +109,24 @@ def _adding_time(rows: int, columns: int) -> float:
 
 
 def is_faster(problem: AttentionProblem, record: Record[Sm80BackwardTile], num_sms: int) -> bool:
-    """Tell whether a cluster is predicted to be faster than three launches."""
-    return waves_of(problem, record.tile, num_sms) == 1 and beats_three(problem, record, num_sms)
+    """Tell whether a cluster is predicted to be faster than two or three launches."""
+    return waves_of(problem, record.tile, num_sms) == 1 and beats_others(problem, record, num_sms)
 
 
-def beats_three(problem: AttentionProblem, record: Record[Sm80BackwardTile], num_sms: int) -> bool:
-    """Tell whether the predicted time is clearly less than that of three launches."""
-    return time_of(problem, record, num_sms) < _LEAST_GAIN * time_of_three(problem, num_sms)
+def beats_others(problem: AttentionProblem, record: Record[Sm80BackwardTile], num_sms: int) -> bool:
+    """Tell whether the predicted time is clearly less than that of two or three launches."""
+    return time_of(problem, record, num_sms) < _LEAST_GAIN * time_of_others(problem, num_sms)
 
 
-def time_of_three(problem: AttentionProblem, num_sms: int) -> float:
+def time_of_others(problem: AttentionProblem, num_sms: int) -> float:
     """Return the predicted time of the kernels that others than this family's only one launch."""
+    widest = max(problem.head_dim, problem.head_dim_v)
+    keys = _KEYS if widest <= _WIDEST else _KEYS_OF_WIDEST
+    has_sums = problem.seqlen_k > keys or problem.packed or problem.q_lengths or problem.block_mask
+    launches = _THREE_LAUNCHES_US if has_sums else _TWO_LAUNCHES_US
     steps = steps_of(problem, _ROWS)
     if steps > _MOST_STEPS:
-        return _THREE_LAUNCHES_US + _ADDING_US
-    tiles = problem.batch * problem.num_heads_kv * math.ceil(problem.seqlen_k / _KEYS)
-    step = _NEXT_US + _NEXT_US_OF_COLUMN * max(problem.head_dim, problem.head_dim_v)
-    return _THREE_LAUNCHES_US + math.ceil(tiles / num_sms) * (steps - 1) * step
+        return launches + _ADDING_US
+    tiles = problem.batch * problem.num_heads_kv * math.ceil(problem.seqlen_k / keys)
+    step = _NEXT_US + _NEXT_US_OF_COLUMN * widest
+    return launches + math.ceil(tiles / num_sms) * (steps - 1) * step

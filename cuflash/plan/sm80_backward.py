@@ -180,7 +180,7 @@ def all_keys(problem: AttentionProblem, *place: Any, num_sms: int) -> tuple[tupl
         if waves > 1:  # a thread block has to hide what another waits for
             is_fast &= tiles == 1 and tile.min_blocks > 1
         if sm80_alone.hidden_tiles_of(problem, tile.block_m):  # their zeros may take long
-            is_fast &= sm80_alone.beats_three(problem, record, num_sms)
+            is_fast &= sm80_alone.beats_others(problem, record, num_sms)
         return is_fast
 
     lines = tuple(sm80_alone.clustered(table, problem.seqlen_k, capability))
