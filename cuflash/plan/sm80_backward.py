@@ -179,7 +179,8 @@ def all_keys(problem: AttentionProblem, *place: Any, num_sms: int) -> tuple[tupl
         is_fast = tiles * tile.block_m * record.head_dim <= _MOST_ELEMENTS_ALONE
         if waves > 1:  # a thread block has to hide what another waits for
             is_fast &= tiles == 1 and tile.min_blocks > 1
-        if sm80_alone.hidden_tiles_of(problem, tile.block_m):  # their zeros may take long
+        # Hopper's own kernels take few launches, and zeros of queries that see no key may take long.
+        if (capability >= HOPPER and waves == 1) or sm80_alone.hidden_tiles_of(problem, tile.block_m):
             is_fast &= sm80_alone.beats_others(problem, record, num_sms)
         return is_fast
 
