@@ -23,7 +23,7 @@ from cuflash.plan.sm90_config import Sm90ForwardConfig
 
 pytestmark = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
 
-NUM_SMS, SMS_OF_FEW_TILES = 3, 9
+SMS_OF_FEW_TILES = 9
 _WITHOUT_TENSOR_CORES = (7, 0)
 # These kernels run with those of the gradients of scores, and have no row of their own.
 _COMPANIONS = (sm90_backward.ROWS, sm90_backward.DQ)
@@ -78,6 +78,6 @@ def test_row(row: Row) -> None:
     config = row.config
     few_tiles = isinstance(config, Sm90ForwardConfig) and config.splits_keys
     check = Check.SHARED if row.has_wgmma else None
-    device = CpuDevice(row.capability, SMS_OF_FEW_TILES if few_tiles else NUM_SMS, check)
+    device = CpuDevice(row.capability, SMS_OF_FEW_TILES if few_tiles else rows.NUM_SMS, check)
     device.has_wgmma, device.smem_limit = row.has_wgmma, row.smem_limit
     rows.run(config, row.dtype, Device(device.name, np, partial(hook.kernels_on, device)))

@@ -60,6 +60,7 @@ def all_rows() -> Iterator[Row]:
 @pytest.mark.parametrize("row", list(all_rows()), ids=lambda row: rows.name_of(row.arch, row.config))
 def test_row(row: Row) -> None:
     gpu = other_gpu(row.arch, row.capability)
+    gpu.num_sms = rows.NUM_SMS
     rows.run(row.config, row.dtype, Device(row.arch, cupy, partial(kernels_on, gpu)))
 
 

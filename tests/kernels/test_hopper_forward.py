@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,6 +32,7 @@ no_compiler = pytest.mark.skipif(not device.available(), reason=device.NO_COMPIL
 def large_grids(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let the small problems of tests take the kernels of large ones, however many multiprocessors there are."""
     monkeypatch.setattr(sm90_grid, "MANY_WAVES", 0)
+    monkeypatch.setattr(sm90_grid, "_FULL", math.inf)
     sm90_grid.for_grid.cache_clear()
     yield
     sm90_grid.for_grid.cache_clear()
@@ -486,14 +488,8 @@ KEYS_IN_REVERSE: dict[str, dict[str, Any]] = {
 def test_keys_from_the_last_to_the_first(place: Device, name: str) -> None:
     """The last warpgroup comes first in the order, as it is the first to have no more keys."""
     q, k, v = (normal(2, 300, 2, 128) for _ in range(3))
-    both(
-        place,
-        q,
-        k,
-        v,
-        hidden=slice(290, None) if "kv_lengths" in KEYS_IN_REVERSE[name] else None,
-        **KEYS_IN_REVERSE[name],
-    )
+    hidden = slice(290, None) if "kv_lengths" in KEYS_IN_REVERSE[name] else None
+    both(place, q, k, v, hidden=hidden, **KEYS_IN_REVERSE[name])
     (only,) = launch._launches.values()
     assert isinstance(only.kernel, gpu_sm90.Forward)
     assert only.kernel.config.keys_in_reverse

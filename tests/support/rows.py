@@ -34,6 +34,7 @@ from cuflash.plan.sm90_backward_config import Sm90BackwardConfig
 from cuflash.plan.sm90_config import Sm90ForwardConfig
 
 HOST = Device("numpy", np)
+NUM_SMS = 3  # multiprocessors that a device is given, as the problems of rows are small
 LENGTHS = (70, 152)  # rows of a bias that TMA can bring
 # A row does not tell these apart, as the tiles are the same, and tests of their own go through the options.
 _OF_OPTIONS = {*FLAGS, "element", "bias_element", "smem_bytes", "plain_scores", "hides_queries", "rules"}
