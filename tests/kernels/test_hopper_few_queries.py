@@ -172,7 +172,7 @@ def test_heads_are_rows_of_a_tile_where_queries_are_few() -> None:
 
 
 def test_heads_are_rows_of_a_tile_where_tiles_of_one_head_would_be_nearly_empty() -> None:
-    """The second tile of each head would have 8 rows; with options, or where the GPU is full, heads stay apart."""
+    """The second tile of each head would have 8 rows; with options, or where tiles are full, heads stay apart."""
 
     def wide(heads_kv: int, batch: int, **options: Any) -> AttentionProblem:
         asked = problem(136, 891, 23, heads_kv, batch=batch, **options)
@@ -180,7 +180,8 @@ def test_heads_are_rows_of_a_tile_where_tiles_of_one_head_would_be_nearly_empty(
 
     assert chosen(wide(1, 10)).config.queries_of_tile(wide(1, 10)) == 128 // 23
     assert not chosen(wide(1, 10, alibi=(1, 23))).config.packs_heads
-    assert not chosen(wide(1, 40)).config.packs_heads
+    assert chosen(wide(1, 40)).config.packs_heads
+    assert not chosen(replace(wide(1, 40), seqlen_q=250)).config.packs_heads
     assert not chosen(wide(23, 10)).config.packs_heads
 
 

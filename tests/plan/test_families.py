@@ -14,6 +14,7 @@ from devices import forget_launches
 from spilling import Nothing
 
 import cuflash
+from cuflash import hardware
 from cuflash.gpu import launch
 from cuflash.problem.attention_problem import DTYPES, AttentionProblem
 from cuflash.tools import candidates
@@ -48,7 +49,8 @@ def launched(capability: tuple[int, int], arrays: Any, options: dict[str, Any]) 
     """Return the kernels of both passes."""
     found = {}
     forget_launches()
-    with hook.kernels_on(NothingRuns(capability)):
+    num_sms = hardware.num_sms("sm_{}{}".format(*capability))
+    with hook.kernels_on(NothingRuns(capability, num_sms=num_sms)):
         out, backward = cuflash.attention_vjp(*arrays, **options)
         found["forward"] = {x.kernel.entry for x in launch._launches.values()}
         launch._launches.clear()
