@@ -66,6 +66,14 @@ def is_known(arch: str) -> bool:
     return 10 * major + minor in nvrtc.getSupportedArchs()
 
 
+def version() -> tuple[int, int]:
+    """Return this NVRTC's version."""
+    from cupy.cuda import nvrtc
+
+    major, minor = nvrtc.getVersion()
+    return major, minor
+
+
 @functools.cache
 def tables_of(arch: str) -> list[KernelConfig]:
     """Return what an architecture may compile of the tables that others share, with one of the 16-bit dtypes.

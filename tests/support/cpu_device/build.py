@@ -187,6 +187,16 @@ def build(texts: Mapping[str, str], flags: Sequence[str]) -> Path:
     return library
 
 
+def once(action: Callable[[], object], *parts: str) -> None:
+    """Do what the parts tell, unless it has been done before, by any process that has this cache."""
+    mark = cache_folder() / f"{_key(*parts)}.done"
+    if not mark.exists():
+        with _alone(mark.name):
+            if not mark.exists():
+                action()
+                mark.touch()
+
+
 @contextlib.contextmanager
 def _alone(name: str) -> Iterator[None]:
     """Keep other processes from building what has this name, as tests side by side want the same things first."""
