@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import nullcontext
 from itertools import zip_longest
 from typing import Any
@@ -37,6 +37,13 @@ def device(request: pytest.FixtureRequest) -> devices.Device:
     """Give each device of this machine in its order: NumPy always, CuPy where there is a GPU."""
     chosen: devices.Device = request.param
     return chosen
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread_of_blas(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Give BLAS one thread, except in ``cpu/``, whose tests look at BLAS's threads."""
+    with nullcontext() if request.path.parent.name == "cpu" else devices.one_thread_of_blas():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -74,8 +74,12 @@ def attention(q: Array, k: Array, v: Array, *, sink: Array | None = None, **opti
     with np.errstate(all="ignore"):
         s = scores_of(q, k, v, sink=sink, **options)
         p, lse = _softmax(s, sink)
-        p = s.round(p * s.dropout_factor)
-        return s.round(p @ s.v).transpose(0, 2, 1, 3), lse
+        return _result(s, p), lse
+
+
+def _result(s: Scores, p: Array) -> Array:
+    """Return the sums of values, of which the probabilities are not rounded yet."""
+    return s.round(s.round(p * s.dropout_factor) @ s.v).transpose(0, 2, 1, 3)
 
 
 def attention_backward(
@@ -118,8 +122,6 @@ def attention_backward(
         summed = {name: paged(grads[name], pool, table, options["kv_lengths"]) for name, pool in pools.items()}
         _, rounding = precision_of(options.get("round_to"), options.get("work", np.float64))
         return grads | {name: rounding(x) for name, x in summed.items()}
-    if out is None:
-        out = attention(q, k, v, sink=sink, **options)[0]
     with np.errstate(all="ignore"):
         s = scores_of(q, k, v, sink=sink, **options)
         work = s.scores.dtype
@@ -130,8 +132,11 @@ def attention_backward(
             return np.where(real, x.astype(work), fill)
 
         wide_dout = rows(dout.transpose(0, 2, 1, 3))
+        if out is None or lse is None:
+            p, own_lse = _softmax(s, sink)
+            out = _result(s, p) if out is None else out
         if lse is None:
-            p, lse = _softmax(s, sink)
+            lse = own_lse
         else:
             lse = rows(lse, -np.inf)
             p = _probabilities(s, lse)

@@ -66,6 +66,14 @@ def is_known(arch: str) -> bool:
     return 10 * major + minor in nvrtc.getSupportedArchs()
 
 
+def version() -> tuple[int, int]:
+    """Return this NVRTC's version."""
+    from cupy.cuda import nvrtc
+
+    major, minor = nvrtc.getVersion()
+    return major, minor
+
+
 @functools.cache
 def tables_of(arch: str) -> list[KernelConfig]:
     """Return what an architecture may compile of the tables that others share, with one of the 16-bit dtypes.
@@ -185,7 +193,7 @@ def assert_compiles_well(arch: str, config: KernelConfig) -> None:
     assert config.smem_bytes <= hardware.smem_limit(arch), f"{arch} {config}"
     if not is_quick(arch, text, config.entry, seconds):
         pytest.fail(
-            f"{arch} {config}: {seconds:.2f} s of processor time, and in none of {ROUNDS} rounds less than "
+            f"{arch} {config}: {seconds:.2f} s of processor time, and in none of {len(ROUNDS)} rounds less than "
             f"{MOST_SECONDS} times what empty kernels say of this machine"
         )
 
@@ -200,21 +208,24 @@ def spill_nothing(arch: str, kernels: Sequence[KernelConfig]) -> bool:
 # against its seconds on the two idle cores where the figures of docs/lab/logs/host_and_wheel.md were measured.
 MOST_SECONDS, EMPTY_SECONDS = 1.5, 0.029
 EMPTY = '#include <cuda_bf16.h>\n#include <cuda_fp16.h>\nextern "C" __global__ void empty() {}'
-ROUNDS = 6
+ROUNDS = 1 / 8, 1 / 4, 1 / 2, 1, 1, 1  # how long each compiles empty kernels, by the kernel's own seconds
 
 
 def is_quick(arch: str, text: str, entry: str, seconds: float) -> bool:
     """Return True if a kernel that took so many seconds takes fewer than `MOST_SECONDS` where the figures are from.
 
     On a machine that is slow all the time the least of three empty kernels says so at once. Else kernel and empty
-    kernels are compiled again, over as long a time each, until one round says so: a kernel that is too slow is so in
-    every round.
+    kernels are compiled again, these over ever longer times, until one round says so: a kernel that is too slow is so
+    in every round.
     """
-    if seconds < MOST_SECONDS or seconds < MOST_SECONDS * min(slownesses(arch, 3)):
+    if seconds < MOST_SECONDS:
         return True
-    for _ in range(ROUNDS):
-        slowness = statistics.fmean(slownesses(arch, math.ceil(seconds / EMPTY_SECONDS)))
-        if compile_timed(arch, text, entry)[1] < MOST_SECONDS * slowness:
+    found = slownesses(arch, 3)
+    if seconds < MOST_SECONDS * min(found):
+        return True
+    for share in ROUNDS:
+        found = slownesses(arch, math.ceil(share * seconds / EMPTY_SECONDS / statistics.fmean(found)))
+        if compile_timed(arch, text, entry)[1] < MOST_SECONDS * statistics.fmean(found):
             return True
     return False
 

@@ -124,6 +124,29 @@ def threads_of_cpu_path(count: int) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def one_thread_of_blas() -> Iterator[None]:
+    """Give products of NumPy arrays one thread within the context, and the CPU path as many as it has without.
+
+    BLAS's threads spin where they wait, for some time after the last product, too. On a machine whose cores other
+    tests and kernels on the CPU want as well, the reference took three times as long as on one thread.
+    """
+    from cuflash.cpu.threads import _blas_functions
+
+    functions = _blas_functions()
+    if functions is None:
+        yield
+        return
+    get, set_ = functions
+    count = get()
+    set_(1)
+    try:
+        with threads_of_cpu_path(count):
+            yield
+    finally:
+        set_(count)
+
+
 def device_of(name: str) -> Device:
     """Return the device of that name."""
     if name == "cupy":

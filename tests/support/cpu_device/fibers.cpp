@@ -175,11 +175,9 @@ unsigned random_below(unsigned bound) {
   return (s * 0x2545f4914f6cdd1du >> 32) * bound >> 32;
 }
 
-void make_ready(Thread* thread) { worker->ready.push_back(thread); }
-
 void block_current(const char* waits_for, Where where) {
   Thread& mine = self();
-  shadow::settle(mine);
+  if (mine.shadow.doubtful.block) shadow::settle(mine);
   mine.waits_for = waits_for;
   mine.where = where;
   Thread* next = worker->ready.empty() ? nullptr : take_random(worker->ready);

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "cut_sums.h"
+#include "formats.h"
 #include "instructions.h"
 #include "worker.h"
 
@@ -12,32 +13,6 @@ namespace cpu_device {
 namespace {
 
 constexpr int kRowBytes = 16;  // of an 8x8 matrix of 16-bit elements
-
-float half_to_float(uint16_t bits) {
-  const uint32_t sign = uint32_t(bits & 0x8000) << 16, exponent = bits >> 10 & 0x1f, mantissa = bits & 0x3ff;
-  float value;
-  if (exponent == 0) {
-    value = float(mantissa) * 0x1p-24f;
-  } else {
-    const uint32_t word = (exponent == 0x1f ? 0xffu : exponent + 127 - 15) << 23 | mantissa << 13;
-    memcpy(&value, &word, sizeof value);
-  }
-  return sign ? -value : value;
-}
-
-// All 2^16 of them: conversions are most of the work of the products below.
-struct HalfTable {
-  float values[1 << 16];
-  HalfTable() {
-    for (unsigned bits = 0; bits < 1u << 16; bits++) values[bits] = half_to_float(bits);
-  }
-};
-
-float from_bits(uint32_t word) {
-  float value;
-  memcpy(&value, &word, sizeof value);
-  return value;
-}
 
 struct LoadArgs {
   unsigned* d;
@@ -113,41 +88,34 @@ struct MultiplyArgs {
   float* d;
   const unsigned *a, *b;
   int depth;
-  Format format;
 };
 
-// Element `i` of a register, which has two of 16 bits or four codes.
-float element(unsigned word, int i, Format format) {
-  return format == Format::kE4m3 ? e4m3_to_float(word >> 8 * i) : to_float(word >> 16 * i, format);
-}
+int row_of(int lane, int r) { return lane / 4 + r / 2 * 8; }
+int column_of(int lane, int r) { return lane % 4 * 2 + r % 2; }
 
+template <Format format>
 void multiply_operation(void* const all[32], unsigned) {
-  const MultiplyArgs& first = *static_cast<MultiplyArgs*>(all[0]);
-  const Format format = first.format;
   // A lane has `pack` neighbouring elements of a row of a in a register, and registers with the next 4 * pack columns.
-  const int pack = format == Format::kE4m3 ? 4 : 2, span = 4 * pack;
-  float a[16][32], b[32][8];
+  constexpr int pack = 4 / kElementBytes<format>, span = 4 * pack, columns = 8;
+  const int depth = static_cast<MultiplyArgs*>(all[0])->depth;
+  float a[kMaxDepth * kRows], b[kMaxDepth * columns], d[kRows * columns];
   for (int l = 0; l < 32; l++) {
     const MultiplyArgs& args = *static_cast<MultiplyArgs*>(all[l]);
+    const auto *of_a = reinterpret_cast<const uint8_t*>(args.a), *of_b = reinterpret_cast<const uint8_t*>(args.b);
     const int g = l / 4, t = l % 4;
-    for (int r = 0; r < 2 * first.depth / span; r++)
-      for (int i = 0; i < pack; i++) a[g + r % 2 * 8][pack * t + i + r / 2 * span] = element(args.a[r], i, format);
-    for (int r = 0; r < first.depth / span; r++)
-      for (int i = 0; i < pack; i++) b[pack * t + i + r * span][g] = element(args.b[r], i, format);
-  }
-  for (int l = 0; l < 32; l++) {
-    float* d = static_cast<MultiplyArgs*>(all[l])->d;
-    for (int r = 0; r < 4; r++) {
-      const int row = l / 4 + r / 2 * 8, column = l % 4 * 2 + r % 2;
-      if (worker->launch->sum_bits > 0) {
-        d[r] = sum_of_products(d[r], a[row], 1, &b[0][column], 8, first.depth, format);
-        continue;
+    for (int r = 0; r < depth / span; r++) {
+      for (int i = 0; i < pack; i++) {
+        const int k = pack * t + i + r * span, at = i * kElementBytes<format>;
+        for (int half = 0; half < 2; half++)
+          a[k * kRows + g + half * 8] = element<format>(of_a + 8 * r + 4 * half + at);
+        b[k * columns + g] = element<format>(of_b + 4 * r + at);
       }
-      float sum = 0;
-      for (int k = 0; k < first.depth; k++) sum += a[row][k] * b[k][column];
-      d[r] += sum;
     }
+    for (int r = 0; r < 4; r++) d[row_of(l, r) * columns + column_of(l, r)] = args.d[r];
   }
+  multiply(d, true, a, b, columns, depth, {worker->launch->sum_bits, worker->launch->sum_depth}, format);
+  for (int l = 0; l < 32; l++)
+    for (int r = 0; r < 4; r++) static_cast<MultiplyArgs*>(all[l])->d[r] = d[row_of(l, r) * columns + column_of(l, r)];
 }
 
 struct MultiplyDoubleArgs {
@@ -156,30 +124,25 @@ struct MultiplyDoubleArgs {
 };
 
 void multiply_double_operation(void* const all[32], unsigned) {
-  for (int l = 0; l < 32; l++) {
-    double* d = static_cast<MultiplyDoubleArgs*>(all[l])->d;
-    for (int r = 0; r < 2; r++)
-      for (int k = 0; k < 4; k++) {
-        const int row = l / 4, column = l % 4 * 2 + r;
-        d[r] = __builtin_fma(static_cast<MultiplyDoubleArgs*>(all[4 * row + k])->a,
-                             static_cast<MultiplyDoubleArgs*>(all[4 * column + k])->b, d[r]);
-      }
+  constexpr int size = 8, depth = 4;  // a is (size x depth), b (depth x size)
+  double b[depth][size];
+  for (int l = 0; l < 32; l++) b[l % depth][l / depth] = static_cast<MultiplyDoubleArgs*>(all[l])->b;
+  for (int row = 0; row < size; row++) {
+    double sums[size];
+    for (int column = 0; column < size; column++)
+      sums[column] = static_cast<MultiplyDoubleArgs*>(all[4 * row + column / 2])->d[column % 2];
+    for (int k = 0; k < depth; k++) {
+      const double x = static_cast<MultiplyDoubleArgs*>(all[depth * row + k])->a;
+      for (int column = 0; column < size; column++) sums[column] = __builtin_fma(x, b[k][column], sums[column]);
+    }
+    for (int column = 0; column < size; column++)
+      static_cast<MultiplyDoubleArgs*>(all[4 * row + column / 2])->d[column % 2] = sums[column];
   }
 }
 
 }  // namespace
 
-float to_float(uint16_t bits, Format format) {
-  static const HalfTable table;
-  return format == Format::kBfloat16 ? from_bits(uint32_t(bits) << 16) : table.values[bits];
-}
-
-float e4m3_to_float(uint8_t code) {
-  const int exponent = code >> 3 & 15, mantissa = code & 7;
-  float size = exponent == 0 ? std::ldexp(float(mantissa), -9) : std::ldexp(8.0f + mantissa, exponent - 10);
-  if ((code & 0x7f) == 0x7f) size = from_bits(0x7fc00000);
-  return std::copysign(size, code & 0x80 ? -1.0f : 1.0f);
-}
+float e4m3_to_float(uint8_t code) { return numbers.of_codes[code]; }
 
 uint8_t float_to_e4m3(float x) {
   const uint8_t sign = std::signbit(x) ? 0x80 : 0;
@@ -209,8 +172,11 @@ unsigned transpose_matrix(unsigned a, Where where) {
 }
 
 void multiply_fragments(float* d, const unsigned* a, const unsigned* b, int depth, Format format, Where where) {
-  MultiplyArgs args{d, a, b, depth, format};
-  warp_collective(~0u, multiply_operation, &args, "mma", where);
+  MultiplyArgs args{d, a, b, depth};
+  const WarpOperation operation = format == Format::kFloat16    ? multiply_operation<Format::kFloat16>
+                                  : format == Format::kBfloat16 ? multiply_operation<Format::kBfloat16>
+                                                                : multiply_operation<Format::kE4m3>;
+  warp_collective(~0u, operation, &args, "mma", where);
 }
 
 void multiply_fragments(double* d, double a, double b, Where where) {

@@ -17,6 +17,7 @@ from cuflash.gpu import backend as gpu_backend
 from cuflash.gpu import split
 from cuflash.plan import entries
 
+from . import build
 from .device import CpuDevice
 
 # NVRTC compiles the kernels in these files by the tables of configurations (tests/kernels/test_mma.py and others).
@@ -50,7 +51,11 @@ def _load_checked(text: cuda_device.Text, device: Any, smem_bytes: int) -> cuda_
 
 @functools.cache
 def compile_by_nvrtc(source: str, function: str, capability: tuple[int, int]) -> None:
-    """Compile a kernel for a GPU of a capability, if there is an NVRTC which knows that; RuntimeError if it fails."""
+    """Compile a kernel for a GPU of a capability, if there is an NVRTC which knows that; RuntimeError if it fails.
+
+    Tests that run side by side meet the same texts, and one of them compiles each, with all of its kernels.
+    """
     arch = "sm_{}{}".format(*capability)
     if compiling.has_compiler() and compiling.is_known(arch):
-        cuda_compile.compile_for(arch, source, function)
+        of_compiler = str(compiling.version()), *cuda_compile.OPTIONS
+        build.once(lambda: cuda_compile.compile_for(arch, source, function), source, arch, *of_compiler)

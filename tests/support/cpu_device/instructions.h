@@ -61,7 +61,6 @@ void wgmma(const Wgmma& product);
 void fence_async_shared();
 unsigned cluster_rank();
 
-float to_float(uint16_t bits, Format format);
 float e4m3_to_float(uint8_t code);
 uint8_t float_to_e4m3(float x);  // to nearest even, saturated
 

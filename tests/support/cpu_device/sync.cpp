@@ -87,25 +87,26 @@ void warp_collective(unsigned mask, WarpOperation operation, void* args, const c
   const unsigned self_lane = lane();
   if (!(mask >> self_lane & 1)) fail(where, "%s: lane %u is not in its own mask %08x", name, self_lane, mask);
   w.arrivals[self_lane] = {mask, operation, args};
-  for (unsigned l = 0; l < kWarpSize; l++) {
-    if (!(mask >> l & 1)) continue;
+  w.waiting |= 1u << self_lane;
+  if (const unsigned missing = mask & ~w.waiting) {
+    const int l = __builtin_ctz(missing);
     if (!w.lanes[l] || w.lanes[l]->exited) fail(where, "%s: mask %08x names lane %u, which has exited", name, mask, l);
-    if (w.arrivals[l].mask != mask) return block_current(name, where);
+    return block_current(name, where);
   }
   void* all_args[kWarpSize] = {};
   for (unsigned l = 0; l < kWarpSize; l++) {
     if (!(mask >> l & 1)) continue;
-    if (w.arrivals[l].operation != operation)
-      fail(where, "%s: lane %u of the warp is at another instruction, %s at %s:%d", name, l, w.lanes[l]->waits_for,
-           w.lanes[l]->where.file, w.lanes[l]->where.line);
+    if (w.arrivals[l].mask != mask) return block_current(name, where);
     all_args[l] = w.arrivals[l].args;
   }
+  for (unsigned l = 0; l < kWarpSize; l++)
+    if (mask >> l & 1 && w.arrivals[l].operation != operation)
+      fail(where, "%s: lane %u of the warp is at another instruction, %s at %s:%d", name, l, w.lanes[l]->waits_for,
+           w.lanes[l]->where.file, w.lanes[l]->where.line);
   operation(all_args, mask);
-  for (unsigned l = 0; l < kWarpSize; l++) {
-    if (!(mask >> l & 1)) continue;
-    w.arrivals[l].mask = 0;
-    if (l != self_lane) make_ready(w.lanes[l]);
-  }
+  w.waiting &= ~mask;
+  for (unsigned l = 0; l < kWarpSize; l++)
+    if (mask >> l & 1 && l != self_lane) make_ready(w.lanes[l]);
 }
 
 void warp_sync(unsigned mask, Where where) {

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 from .build import HEADER, DeviceError
 
 RED_ZONE_BYTES = 64
+_REMEMBERED = 64  # texts, as the calls of a test meet the same ones again and again
 _COMMENT = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', re.DOTALL)
 _BALANCED = r"((?:[^()]|\([^()]*\))*)"
 _HEAD = re.compile(r"__global__([^{;]*)[{;]")  # from __global__ to the body
@@ -24,6 +26,7 @@ _BESIDE_NAMES = re.compile(r"alignas\s*\(" + _BALANCED + r"\)|\[[^\[\]]*\]|<(?:[
 _DECLARATOR = re.compile(r"(\w+)\s*(?:,|=|$)")
 
 
+@functools.lru_cache(_REMEMBERED)
 def translate(source: str, red_zones: bool) -> str:
     """Return the C++ text that is compiled in place of the kernels' text.
 

@@ -9,6 +9,7 @@
 #include <memory>
 
 #include "cut_sums.h"
+#include "formats.h"
 #include "instructions.h"
 #include "swizzle.h"
 #include "worker.h"
@@ -17,20 +18,13 @@ namespace cpu_device {
 
 namespace {
 
-constexpr int kRows = 16, kDepthBytes = 32, kMaxDepth = 32, kMaxColumns = 256;
+constexpr int kDepthBytes = 32;
 constexpr uint32_t kMark = 0x7fc0cafe;  // a NaN that no arithmetic gives
 constexpr int kPieceBytes = 16;
 // Sums of products of e4m3 keep so many bits below the largest term's exponent (DeepSeek-V3, 2024, section 3.3.2).
 constexpr int kBitsOfCodes = 13;
 
 int element_bytes(Format format) { return format == Format::kE4m3 ? 1 : 2; }
-int depth_of(Format format) { return kDepthBytes / element_bytes(format); }
-float element(const uint8_t* bytes, Format format) {
-  if (format == Format::kE4m3) return e4m3_to_float(*bytes);
-  uint16_t bits;
-  memcpy(&bits, bytes, sizeof bits);
-  return to_float(bits, format);
-}
 
 // Operand is what a descriptor says: where the rows (M or N) and the depth (K) of an operand lie.
 struct Operand {
@@ -41,12 +35,13 @@ struct Operand {
 
   // Address without swizzling of element (row, k); 16 bytes along the contiguous direction are together.
   uint32_t address(int row, int k) const {
-    const int width = swizzle == Swizzle::kNone ? 16 : 16 << int(swizzle);  // bytes of a row of the pattern
+    const int width_log = 4 + int(swizzle), width = 1 << width_log;  // of the bytes of a row of the pattern
     const int across = transposed ? k : row, along = (transposed ? row : k) * size;
     // Without a pattern the roles of the two offsets change in the transposed case.
     const bool exchanged = transposed && swizzle == Swizzle::kNone;
     const uint32_t along_offset = exchanged ? stride : leading, across_offset = exchanged ? leading : stride;
-    return start + along / width * along_offset + across / 8 * across_offset + across % 8 * width + along % width;
+    return start + (along >> width_log) * along_offset + (across >> 3) * across_offset + (across & 7) * width +
+           (along & (width - 1));
   }
 };
 
@@ -116,13 +111,13 @@ void for_each_piece(const Operand& operand, int first, int count, Visit visit) {
 }
 
 // Reads these rows from shared memory piece by piece; out is [k][row].
-void read_operand(const Operand& operand, int first, int count, Format format, float* out, Where where) {
+template <Format format>
+void read_operand(const Operand& operand, int first, int count, float* out, Where where) {
+  const int step = operand.transposed ? 1 : count;
   for_each_piece(operand, first, count, [&](int row, int k, uint32_t address) {
     const auto* piece = static_cast<const uint8_t*>(shared_memory(address, kPieceBytes, kPieceBytes, "wgmma", where));
-    for (int e = 0; e < kPieceBytes / operand.size; e++) {
-      const int place = operand.transposed ? k * count + row + e : (k + e) * count + row;
-      out[place] = element(piece + e * operand.size, format);
-    }
+    for (int e = 0; e < kPieceBytes / kElementBytes<format>; e++)
+      out[k * count + row + e * step] = element<format>(piece + e * kElementBytes<format>);
   });
 }
 
@@ -133,35 +128,31 @@ void check_operand(const Operand& operand, int first, int count, shadow::Ticket 
   });
 }
 
+template <Format format>
 void compute(const Product& product) {
-  const int columns = product.what.columns, depth = depth_of(product.what.format);
-  float a[kMaxDepth][kRows];
-  float b[kMaxDepth * kMaxColumns];
-  if (product.what.a_registers) {
-    const int size = element_bytes(product.what.format);
+  const Wgmma& what = product.what;
+  constexpr int depth = kDepthBytes / kElementBytes<format>;
+  float a[kMaxDepth * kRows], b[kMaxDepth * kMaxColumns];
+  if (what.a_registers) {
     for (int row = 0; row < kRows; row++)
-      for (int k = 0; k < depth; k++) a[k][row] = element(&product.a[row][k * size], product.what.format);
+      for (int k = 0; k < depth; k++) a[k * kRows + row] = element<format>(&product.a[row][k * kElementBytes<format>]);
   } else {
-    read_operand(product.a_operand, product.first_row, kRows, product.what.format, a[0], product.what.where);
+    read_operand<format>(product.a_operand, product.first_row, kRows, a, what.where);
   }
-  read_operand(product.b_operand, 0, columns, product.what.format, b, product.what.where);
-  for (int row = 0; row < kRows; row++) {
-    float* d = &product.d->values[row * columns];
-    if (worker->launch->sum_bits > 0) {
-      for (int column = 0; column < columns; column++) {
-        const float earlier = product.what.accumulate ? d[column] : 0;
-        const Format format = product.what.format;
-        d[column] = format == Format::kE4m3
-                        ? cut_sum(earlier, &a[0][row], kRows, &b[column], columns, depth, kBitsOfCodes, format)
-                        : sum_of_products(earlier, &a[0][row], kRows, &b[column], columns, depth, format);
-      }
-      continue;
-    }
-    float sum[kMaxColumns] = {};
-    for (int k = 0; k < depth; k++)
-      for (int column = 0; column < columns; column++) sum[column] += a[k][row] * b[k * columns + column];
-    for (int column = 0; column < columns; column++)
-      d[column] = product.what.accumulate ? d[column] + sum[column] : sum[column];
+  read_operand<format>(product.b_operand, 0, what.columns, b, what.where);
+  Cut cut{worker->launch->sum_bits, worker->launch->sum_depth};
+  if (cut.bits > 0 && format == Format::kE4m3) cut = {kBitsOfCodes, depth};
+  multiply(product.d->values.data(), what.accumulate, a, b, what.columns, depth, cut, format);
+}
+
+void compute(const Product& product) {
+  switch (product.what.format) {
+    case Format::kFloat16:
+      return compute<Format::kFloat16>(product);
+    case Format::kBfloat16:
+      return compute<Format::kBfloat16>(product);
+    case Format::kE4m3:
+      return compute<Format::kE4m3>(product);
   }
 }
 

@@ -64,10 +64,11 @@ struct WgmmaLog {
 
 struct Warp {
   struct Arrival {
-    unsigned mask = 0;  // 0: not waiting
+    unsigned mask = 0;
     WarpOperation operation = nullptr;
     void* args = nullptr;
   } arrivals[32];
+  unsigned waiting = 0;  // lanes that have arrived
   Thread* lanes[32] = {};
   Products* products = nullptr;
 };
@@ -167,7 +168,7 @@ inline Block& block() { return *self().block; }
 inline Warp& warp() { return block().warps[current->rank / kWarpSize]; }
 
 unsigned random_below(unsigned bound);
-void make_ready(Thread* thread);
+inline void make_ready(Thread* thread) { worker->ready.push_back(thread); }
 void block_current(const char* waits_for, Where where);  // sleeps until make_ready is called on this thread
 // Adds an operation that the program waits for through an mbarrier: done when no thread can run otherwise.
 void start_asynchronous(Action action);
