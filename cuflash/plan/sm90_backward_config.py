@@ -40,9 +40,7 @@ class Sm90BackwardConfig(Sm90Config):
     writes_dslopes: bool = False  # the kernel adds up the gradient of ALiBi's slopes
     wide_results: bool = False  # dq, dk and dv are float32: shares of several calls are added before rounding
     adds_results: bool = False  # dq, dk and dv are added to what the arrays hold
-    writes_dq: bool = (
-        False  # a tile, or a pair's two, has all keys, so that its steps write dq itself and no sums of it
-    )
+    writes_dq: bool = False  # a tile, or a pair's two, has all keys, so that steps write dq, and no sums of it
     splits_queries: bool = False  # thread blocks share the queries of a tile of keys, and write float32 dk and dv
     query_warps: int = 1  # a warp computes with all queries of a tile, at once: see `sm80_backward`
     query_passes: int = 1
@@ -51,7 +49,8 @@ class Sm90BackwardConfig(Sm90Config):
     def of_rows(self) -> Sm90BackwardConfig:
         """The configuration of the kernels ROWS and DQ, whose stages are their own (cuda_src/sm90/backward/rows.cu)."""
         # ROWS does not need the text of a rule; lse keeps its units with one, and with a bias.
-        known = {"has_bias"} | ({"has_window"} if self.writes_dbias or self.writes_dq else {"has_score_mod"})
+        by_window = {"has_window"} if self.writes_dbias or self.writes_dq else set()  # which queries see keys
+        known = {"has_bias", "has_score_mod"} | by_window
         flags: dict[str, Any] = {flag: getattr(self, flag) and flag in known for flag in FLAGS}
         stage_bytes = 2 * self.block_m * whole_rows(HALF_BYTES * self.head_dim_v)
         room, consumers = hardware.SMEM_BYTES - SMEM_BESIDE_TILES, _ROW_WARPGROUPS

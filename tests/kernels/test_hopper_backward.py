@@ -158,8 +158,8 @@ ONE_TILE: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {
     "dropout": ((200, 60, 2, 1), {"dropout_p": 0.3, "dropout_seed": 5}),
     "whole bias": ((200, 64, 2, 2), {"bias": normal(2, 2, 200, 64), "causal": True}),
     "mask": ((200, 64, 2, 1), {"mask": RNG.random((2, 2, 200, 64)) < 0.5}),
+    "rule": ((200, 60, 2, 1), {"causal": True, "score_mod": lambda s, b, h, i, j: s + 0.1 * s * s - 0.01 * (i - j)}),
 }
-
 
 OF_ONE_TILE = [
     (case, dims[place % len(dims)]) for dims in ((128, 64, 40), (136, 200)) for place, case in enumerate(ONE_TILE)
