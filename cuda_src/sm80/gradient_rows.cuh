@@ -110,7 +110,7 @@ DEVICE int* dq_order_at(const AttentionParams& p, i64 tile) {
   return p.dq_order + 1 + tile * TURNS + threadIdx.x / WARP;
 }
 // additions_done() asks how many additions are there. It is called early, because an answer takes long.
-DEVICE int additions_done(const int* counter) { return *static_cast<const volatile int*>(counter); }
+DEVICE int additions_done(const int* counter) { return ptx::load_volatile(counter); }
 // wait_for_earlier_additions() waits until it is this addition's place in the order. No fence is needed: L2 adds, one
 // behind the other, whatever was read or written otherwise.
 DEVICE void wait_for_earlier_additions(int*& own, int* counter, int known, int before) {

@@ -92,7 +92,7 @@ def _fastest(problem: AttentionProblem, config: Sm90BackwardConfig, num_sms: int
     # A block mask lists the tiles of queries of each head, which stay together.
     longest = int(rows.max())
     most_of_rows = 1 if problem.block_mask else min(longest, most)
-    # Of numbers of parts that leave the longest as many tiles, the least is as good as any.
+    # These numbers of parts are worth a try: more that leave the longest as many tiles only add more shares.
     worth = [n for n in range(1, most_of_rows + 1) if n == 1 or -(-longest // n) < -(-longest // (n - 1))]
     found = [
         QuerySplits(of_heads, of_rows)

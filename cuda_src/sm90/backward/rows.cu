@@ -198,8 +198,8 @@ DEVICE void load_sums(const AttentionParams& p, SumStorage& shared, SumRing ring
   const auto find = [&](i64 number) {
     u32 found = 0;
     for (int i = 0; i < DQ_SUMS; i++) {
-      const volatile int* order = dq_order_at(p, number * DQ_SUMS + i, 0);
-      if (!FIRST_ADDITION_STORES || *order != NOT_STARTED) found |= 1u << i;
+      const int* order = dq_order_at(p, number * DQ_SUMS + i, 0);
+      if (!FIRST_ADDITION_STORES || ptx::load_volatile(order) != NOT_STARTED) found |= 1u << i;
     }
     return found;
   };
@@ -230,7 +230,7 @@ DEVICE void load_sums(const AttentionParams& p, SumStorage& shared, SumRing ring
     const Work work = work_of<false>(p, BLOCK_M, p.num_heads_q, false, number);
     const bool in_use = work.tile * BLOCK_M < work.sequence.len_q;
     u32 found = 0;
-    // What is found while the additions are awaited need not be looked for behind them, which would take as long again.
+    // This loop looks for sums while it waits, as another look behind the wait would take as long again.
     while (by_heads && ptx::load_acquire(warps_done_at(p, number)) != all) found = find(number);
     if (found != (1u << DQ_SUMS) - 1) found = find(number);
     if (!in_use) found = 0;

@@ -69,8 +69,8 @@ DEVICE int take_sum(const AttentionParams& p, i64 sum, int piece) {
   return atomicCAS(dq_order_at(p, sum, piece), NOT_STARTED, TAKEN);
 }
 DEVICE void wait_until_stored(const AttentionParams& p, i64 sum, int piece) {
-  // The load is volatile, not an acquire, which would empty L1 in every step: only L2 touches a sum.
-  while (*static_cast<volatile int*>(dq_order_at(p, sum, piece)) != STORED) {
+  // No acquire is needed: only L2 touches a sum.
+  while (ptx::load_volatile(dq_order_at(p, sum, piece)) != STORED) {
   }
 }
 

@@ -105,6 +105,7 @@ inline void barrier_sync(int id, int threads, Where where = {}) {
 inline void barrier_arrive(int id, int threads, Where where = {}) { cpu_device::barrier_arrive(id, threads, where); }
 
 inline int load_acquire(const int* address, Where where = {}) { return cpu_device::load_acquire(address, where); }
+inline int load_volatile(const int* address, Where where = {}) { return cpu_device::load_volatile(address, where); }
 inline void add_release(int* address, int value) { cpu_device::add_release(address, value); }
 
 }  // namespace ptx

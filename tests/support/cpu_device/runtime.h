@@ -66,7 +66,8 @@ void on_write(const void* pointer, size_t bytes, Where where);
 void on_atomic(const void* pointer, size_t bytes, Where where);
 
 // Global memory. (The kernels are compiled with calls in place of atomic accesses, the runtime is not.)
-int load_acquire(const int* address, Where where);  // lets others run first
+int load_acquire(const int* address, Where where);  // lets others run first, as load_volatile() does
+int load_volatile(const int* address, Where where);
 void add_release(int* address, int value);
 void memory_fence();
 

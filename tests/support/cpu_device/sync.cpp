@@ -131,6 +131,11 @@ int load_acquire(const int* address, Where where) {
   return __atomic_load_n(address, __ATOMIC_ACQUIRE);
 }
 
+int load_volatile(const int* address, Where where) {
+  poll("ld.volatile", where);
+  return __atomic_load_n(address, __ATOMIC_RELAXED);
+}
+
 void add_release(int* address, int value) { __atomic_fetch_add(address, value, __ATOMIC_RELEASE); }
 
 void memory_fence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
