@@ -249,10 +249,17 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, const Rings
     KeyGradients sums;
     float dq[DQ_COLUMNS / 2];
     if (!work.is_hidden) own.visit_queries(work, sums, dq);
-    own.write(work, sums);
-    if (!work.is_hidden) {
-      own.store_dq(dq, own.rings.ds.previous_stage());
-      own.dq_ring.publish_from_warp();
+    // dq, which a kernel behind waits for, comes before dk and dv if these need not wait for its buffer then, or if no
+    // tile follows that would wait for them.
+    const bool dq_first = DQ_STAGES > 1 || p.tile_counter == nullptr;
+#pragma unroll 1
+    for (int turn = 0; turn < 2; turn++) {
+      if (dq_first == (turn == 1)) {
+        own.write(work, sums);
+      } else if (!work.is_hidden) {
+        own.store_dq(dq, own.rings.ds.previous_stage());
+        own.dq_ring.publish_from_warp();
+      }
     }
     own.rings.work.stage = work.stage;
     own.rings.work.phase = work.phase;
