@@ -55,6 +55,12 @@ def per_sequence(problem: AttentionProblem, rows: int) -> int:
     return math.ceil(rows / max(problem.batch, 1)) if problem.packed else rows
 
 
+def hidden_queries(problem: AttentionProblem) -> int:
+    """Return how many of a head's first queries see no key, where lengths are the arrays'."""
+    right = problem.window_right
+    return 0 if right is None else min(max(problem.seqlen_q - problem.seqlen_k - right, 0), problem.seqlen_q)
+
+
 def keys_seen(problem: AttentionProblem, queries: int) -> int:
     """Keys that a tile of so many queries sees, at most, and at least one; of packed sequences the mean length counts.
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from cuflash.hardware import FLOAT_BYTES, HALF_BYTES, MAX_CLUSTER, SMS_OF_GPC
+from cuflash.plan.key_splits import hidden_queries
 from cuflash.plan.record import HOPPER, Capability, Record
 from cuflash.plan.sm80_tiles import Sm80BackwardTile
 from cuflash.problem.attention_problem import AttentionProblem
@@ -56,9 +57,7 @@ def clustered(
 
 def hidden_tiles_of(problem: AttentionProblem, block_m: int) -> int:
     """Return the first tiles of queries of a KV head to which a window leaves no key, where lengths are the arrays'."""
-    right = problem.window_right
-    hidden = 0 if right is None else min(max(problem.seqlen_q - problem.seqlen_k - right, 0), problem.seqlen_q)
-    return problem.group_size * (hidden // block_m)
+    return problem.group_size * (hidden_queries(problem) // block_m)
 
 
 def steps_of(problem: AttentionProblem, block_m: int) -> int:
@@ -123,7 +122,7 @@ def time_of_others(problem: AttentionProblem, num_sms: int) -> float:
     """Return the predicted time of the kernels that others than this family's only one launch."""
     widest = max(problem.head_dim, problem.head_dim_v)
     keys = _KEYS if widest <= _WIDEST else _KEYS_OF_WIDEST
-    has_sums = problem.seqlen_k > keys or problem.packed or problem.q_lengths or problem.block_mask
+    has_sums = problem.seqlen_k > keys or problem.q_lengths
     launches = _THREE_LAUNCHES_US if has_sums else _TWO_LAUNCHES_US
     steps = steps_of(problem, _ROWS)
     tiles = problem.batch * problem.num_heads_kv * math.ceil(problem.seqlen_k / keys)

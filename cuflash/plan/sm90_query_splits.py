@@ -14,9 +14,10 @@ import numpy as np
 
 from cuflash.hardware import FLOAT_BYTES
 from cuflash.kept import kept
+from cuflash.plan.key_splits import per_sequence
 from cuflash.plan.sm90_backward_config import Sm90BackwardConfig
 from cuflash.plan.sm90_backward_tiles import NARROW, WIDE
-from cuflash.plan.sm90_times import computing_us
+from cuflash.plan.sm90_times import computing_us, tiles_seen
 from cuflash.problem.attention_problem import AttentionProblem
 
 _PRODUCTS_FLOPS = 10  # of a pair of query and key for each column: five products
@@ -106,13 +107,5 @@ def _fastest(problem: AttentionProblem, config: Sm90BackwardConfig, num_sms: int
 
 def _rows_seen(problem: AttentionProblem, config: Sm90BackwardConfig) -> np.ndarray:
     """Return how many tiles of queries of a head see each tile of keys; packed sequences are taken to be alike."""
-    sequences = problem.batch if problem.packed else 1
-    queries, keys = (math.ceil(n / sequences) for n in (problem.seqlen_q, problem.seqlen_k))
-    first = np.arange(0, keys, config.keys)
-    diagonal = keys - queries
-    begin, end = np.zeros_like(first), np.full_like(first, queries)
-    if problem.window_right is not None:
-        begin = np.maximum(first - diagonal - problem.window_right, 0)
-    if problem.window_left is not None:
-        end = np.minimum(np.minimum(first + config.keys, keys) - diagonal + problem.window_left, queries)
-    return np.maximum(-(-end // config.block_m) - begin // config.block_m, 0)
+    queries, keys = (per_sequence(problem, n) for n in (problem.seqlen_q, problem.seqlen_k))
+    return tiles_seen(keys, config.keys, queries, config.block_m, problem.window_right, problem.window_left)

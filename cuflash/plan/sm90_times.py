@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from cuflash.plan.key_splits import OF_MANY_ROWS, merging_us, rows_of
+from cuflash.plan.key_splits import OF_MANY_ROWS, hidden_queries, merging_us, rows_of
 from cuflash.problem.attention_problem import AttentionProblem
 
 # A multiprocessor computes so many tiles one after the other; with more, they even out by themselves, and the tile that
@@ -131,27 +131,36 @@ def num_tiles(problem: AttentionProblem, kernel: _Tile) -> int:
     return -(-problem.seqlen_q // _queries(problem, kernel)) * kernel.num_heads(problem) * problem.batch
 
 
+def tiles_seen(
+    own: int, block: int, others: int, block_of_others: int, before: int | None, behind: int | None
+) -> np.ndarray:
+    """Return how many tiles of the others each of one's own tiles sees: of keys each tile of queries, or the reverse.
+
+    `own` rows come in tiles of `block`; a row sees others from `before` before its place on the diagonal to `behind`
+    behind it, without a bound where that is None.
+    """
+    first = np.arange(0, own, block)
+    last = np.minimum(first + block, own) - 1
+    diagonal = others - own
+    begin, end = np.zeros_like(first), np.full_like(first, others)
+    if before is not None:
+        begin = np.maximum(first + diagonal - before, 0)
+    if behind is not None:
+        end = np.minimum(last + diagonal + behind + 1, others)
+    return np.maximum(-(-end // block_of_others) - begin // block_of_others, 0)
+
+
 def _steps(problem: AttentionProblem, kernel: _Tile) -> np.ndarray:
     """Return the numbers of tiles of keys that each tile of queries of one head sees."""
-    queries, block_n = _queries(problem, kernel), kernel.block_n
-    first = np.arange(0, problem.seqlen_q, queries)
-    last = np.minimum(first + queries, problem.seqlen_q) - 1
-    diagonal = problem.seqlen_k - problem.seqlen_q
-    begin, end = np.zeros_like(first), np.full_like(first, problem.seqlen_k)
-    if problem.window_left is not None:
-        begin = np.maximum(first + diagonal - problem.window_left, 0)
-    if problem.window_right is not None:
-        end = np.minimum(last + diagonal + problem.window_right + 1, problem.seqlen_k)
-    return np.maximum(-(-end // block_n) - begin // block_n, 0)
+    sides = problem.window_left, problem.window_right
+    return tiles_seen(problem.seqlen_q, _queries(problem, kernel), problem.seqlen_k, kernel.block_n, *sides)
 
 
 def rows_per_query(problem: AttentionProblem, kernel: _Tile) -> float:
     """Return the rows of tiles that see keys, for each query that sees one; 1 where none does."""
     rows = int(np.count_nonzero(_steps(problem, kernel))) * _queries(problem, kernel)
-    seeing = problem.seqlen_q
-    if problem.window_right is not None:
-        seeing = min(seeing, problem.seqlen_k + problem.window_right)
-    return rows / seeing if rows and seeing > 0 else 1.0
+    seeing = problem.seqlen_q - hidden_queries(problem)
+    return rows / seeing if rows and seeing else 1.0
 
 
 def splits_worth_trying(problem: AttentionProblem, kernel: _Tile, num_sms: int) -> list[int]:

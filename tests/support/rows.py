@@ -21,7 +21,6 @@ from cuflash.plan import (
     sm80_backward,
     sm80_forward,
     sm80_tiles,
-    sm90_backward,
     sm90_backward_tiles,
     sm90_forward,
     sm90_grid,
@@ -160,7 +159,7 @@ def case_of(config: KernelConfig, dtype: str) -> Case:
     elif config.entry == sm80_backward.MAIN and is_for_long_walks(config):
         queries = sm80_backward._SHORT + queries
     if of.get("writes_dq"):
-        keys = (config.block_n if config.entry == sm90_backward.ROWS else of["block_n"] * of["pair"]) - 3
+        keys = of["block_n"] * of["pair"] - 3
     if of.get("has_mask_vectors") or of.get("has_mask_tiles"):
         keys = -(-keys // 16) * 16
     scores = (1, 2, queries, keys) if of.get("writes_dbias") else (queries, keys)
@@ -239,7 +238,8 @@ def small_grid(config: KernelConfig) -> Iterator[None]:
     if isinstance(config, Sm90BackwardConfig):
         splits = sm90_query_splits.QuerySplits(2, 2) if config.splits_queries else sm90_query_splits.WHOLE_QUERIES
         alone = mock.patch.object(sm80_backward, "all_keys", return_value=())  # keeps the kernel that runs alone away
-        with alone, mock.patch.object(gpu_sm90, "splits_of", return_value=splits):
+        as_listed = mock.patch.object(gpu_sm90, "in_order", side_effect=lambda problem, configs, num_sms: configs)
+        with alone, as_listed, mock.patch.object(gpu_sm90, "splits_of", return_value=splits):
             yield
         return
     plain = not without_window(tuple(flag for flag in FLAGS if getattr(config, flag)))
