@@ -53,7 +53,7 @@ def both(
     hidden_keys: Any = None,
     hidden_queries: Any = None,
     with_dlse: bool = False,
-    num_sms: int = 3,
+    num_sms: int = 4,
     **options: Any,
 ) -> None:
     """Compare the gradients with the NumPy path's in float64, from the same rounded out and lse.
@@ -170,7 +170,7 @@ OF_ONE_TILE = [
 def test_one_tile_of_keys_writes_dq_without_sums(case: str, head_dim: int) -> None:
     (queries, keys, heads, heads_kv), options = ONE_TILE[case]
     q, k, v = (normal(2, rows, n, head_dim) for rows, n in ((queries, heads), (keys, heads_kv), (keys, heads_kv)))
-    both(q, k, v, with_dlse=True, num_sms=4, **options)
+    both(q, k, v, with_dlse=True, **options)
     entries = {x.kernel.entry for x in launch._launches.values()}
     assert sm90_backward.ROWS in entries
     assert sm90_backward.DQ not in entries
@@ -421,10 +421,24 @@ def test_float32_takes_other_kernels() -> None:
 @pytest.mark.parametrize("options", [{"window": (30, 10)}, LENGTHS], ids=["window", "lengths"])
 def test_pairs_of_blocks_compute_dq_by_turns(options: dict[str, Any]) -> None:
     both(*inputs(192, 128), **options)
+    assert launched_pair() == 2
 
 
 def test_pairs_of_blocks_take_many_tiles() -> None:
     both(normal(1, 300, 2, 192), normal(1, 1900, 1, 192), normal(1, 1900, 1, 128), window=(300, 0))
+    assert launched_pair() == 2
+
+
+def test_blocks_without_pairs_take_keys_that_pairs_would_waste() -> None:
+    both(normal(2, 300, 2, 192), normal(2, 40, 2, 192), normal(2, 40, 2, 128))
+    assert launched_pair() == 1
+
+
+def launched_pair() -> int:
+    """Return how many thread blocks of the main kernel were a cluster."""
+    kernels = [x.kernel for x in launch._launches.values()]
+    (pair,) = {kernel.config.pair for kernel in kernels if isinstance(kernel, gpu_sm90.Gradients)}
+    return pair
 
 
 def test_grouped_heads_visit_many_queries_together() -> None:
