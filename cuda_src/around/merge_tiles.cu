@@ -1,8 +1,10 @@
 // merge_tiles makes one result of the parts of each tile whose keys were cut into chunks (sm90/forward/work_list.cuh):
 // an attention over disjoint keys (Dao et al. 2022, section 3.1). One warp computes one row, each lane every 32nd
 // column. Thread blocks share the rows that there are, of which the host knows nothing. The chunks' order is the order
-// of every sum, so that results repeat their bits.
+// of every sum, so that results repeat their bits. The kernel begins while the one before it ends (programmatic
+// dependent launch).
 #include "../fragment/softmax.cuh"
+#include "../ptx/sm90.cuh"
 #include "../sm90/forward/work_list.cuh"
 
 // A part's rows have HEAD_DIM_V columns, as the kernel's have, which writes zeros behind head_dim_v.
@@ -11,6 +13,7 @@ constexpr int COLUMNS_OF_LANE = (HEAD_DIM_V + WARP - 1) / WARP;
 extern "C" __global__ void __launch_bounds__(THREADS) merge_tiles(const AttentionParams p) {
   constexpr int WARPS = THREADS / WARP;
   const int lane = threadIdx.x % WARP, heads = group_size(p), queries = BLOCK_M / heads;
+  ptx::wait_for_kernel_before();
   const i64 rows = static_cast<i64>(work_counts(p).cut_tiles) * p.num_heads_kv * BLOCK_M;
   const i64 step = static_cast<i64>(gridDim.x) * WARPS;
   for (i64 index = static_cast<i64>(blockIdx.x) * WARPS + threadIdx.x / WARP; index < rows; index += step) {

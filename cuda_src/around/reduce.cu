@@ -1,6 +1,6 @@
-// These small kernels stand around the passes over tiles: they compute delta before the backward pass, the gradients of
-// sink, slopes and bias behind it, and merge attentions over splits of the keys (Flash-Decoding's reduction). Every sum
-// has a fixed order, so results repeat their bits. They serve all families and every GPU.
+// These small kernels stand around the passes over tiles: they compute delta before the backward pass, and the
+// gradients of sink, slopes and bias behind it. Every sum has a fixed order, so results repeat their bits. They serve
+// all families and every GPU.
 #include "../fragment/softmax.cuh"
 
 constexpr int WARPS = THREADS / WARP;  // rows that a thread block computes, where each warp has a row of one head
@@ -117,77 +117,4 @@ extern "C" __global__ void __launch_bounds__(THREADS) delta(const AttentionParam
     if (p.dlse.data != nullptr) sum -= *p.dlse.at(batch, at, head);
   }
   if (lane == 0) *p.delta.at(batch, at, head) = sum;
-}
-
-// merge_splits makes one attention of its splits over disjoint keys (Dao et al. 2022, section 3.1). One block computes
-// one row, one thread one column. It serves few rows with many splits (decoding); merge_rows serves many rows.
-extern "C" __global__ void __launch_bounds__(THREADS) merge_splits(const AttentionParams p) {
-  const Work work = work_of<false>(p, 1, p.num_heads_q, false);
-  const int row = work.tile, head = work.head, lane = threadIdx.x % WARP, column = threadIdx.x;
-  const i64 batch = work.sequence.batch, first_split = batch * p.splits;
-  const bool inside = column < p.head_dim_v;
-
-  // read_outs() reads the thread's column of as many splits as a warp has lanes, so that all reads are under way at
-  // once.
-  Accum outs[WARP];
-  const auto read_outs = [&](int first) {
-#pragma unroll
-    for (int i = 0; i < WARP; i++) {
-      const int split = first + i;
-      outs[i] = inside && split < p.splits ? p.out_splits.at(first_split + split, row, head)[column] : Accum(0);
-    }
-  };
-  const auto lse_of = [&](int split) {
-    return split < p.splits ? *p.lse_splits.at(first_split + split, row, head) : -infinity();
-  };
-  read_outs(0);
-  Accum top = -infinity();
-  for (int split = lane; split < p.splits; split += WARP) top = larger(top, lse_of(split));
-  top = max_of_row<WARP>(top);
-  if (top == -infinity()) top = 0;  // no split saw anything, or only NaN, which maxima pass over
-  Accum total = 0, sum = 0;
-  for (int first = 0; first < p.splits; first += WARP) {
-    if (first > 0) read_outs(first);
-    const Accum own = weight(lse_of(first + lane), top);  // each lane has the weight of another split
-    total += own;
-#pragma unroll
-    for (int i = 0; i < WARP; i++) sum += __shfl_sync(ALL_LANES, own, i) * outs[i];
-  }
-  total = sum_of_row<WARP>(total);
-  if (inside) p.out.at(batch, row, head)[column] = from_accum<Element>(total == 0 ? Accum(0) : sum / total);
-  if (column == 0) *p.lse.at(batch, row, head) = top + log_e(total);
-}
-
-// merge_rows merges splits where rows are many and their splits at most 32: one warp computes one row, and each lane
-// has every 32nd column.
-extern "C" __global__ void __launch_bounds__(THREADS) merge_rows(const AttentionParams p) {
-  constexpr int AT_ONCE = 4;  // columns that a lane sums at a time
-  const Work work = work_of<false>(p, WARPS, p.num_heads_q, false);
-  const int row = work.tile * WARPS + threadIdx.x / WARP, head = work.head, lane = threadIdx.x % WARP;
-  if (row >= p.seqlen_q) return;
-  const i64 batch = work.sequence.batch, first_split = batch * p.splits;
-  const Accum own_lse = lane < p.splits ? *p.lse_splits.at(first_split + lane, row, head) : -infinity();
-  Accum top = max_of_row<WARP>(own_lse);
-  if (top == -infinity()) top = 0;  // no split saw anything, or only NaN, which maxima pass over
-  const Accum own = weight(own_lse, top), total = sum_of_row<WARP>(own), inverse = total == 0 ? 0 : 1 / total;
-  for (int first = lane; first - lane < p.head_dim_v; first += AT_ONCE * WARP) {
-    Accum sum[AT_ONCE] = {};
-#pragma unroll 4
-    for (int split = 0; split < p.splits; split++) {
-      const Accum of_split = __shfl_sync(ALL_LANES, own, split);
-      const Accum* columns = p.out_splits.at(first_split + split, row, head);
-#pragma unroll
-      for (int i = 0; i < AT_ONCE; i++) {
-        const int column = first + i * WARP;
-        if (column < p.head_dim_v) sum[i] += of_split * columns[column];
-      }
-    }
-    Element* out = p.out.at(batch, row, head);
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; i++) {
-      const int column = first + i * WARP;
-      if (column < p.head_dim_v) out[column] = from_accum<Element>(sum[i] * inverse);
-    }
-  }
-  if (lane == 0) *p.lse.at(batch, row, head) = top + log_e(total);
 }

@@ -4,6 +4,7 @@
 // tiles of WARP_KEYS keys in turn, copies of their own and a softmax of their own (cache.cuh, column_softmax.cuh); they
 // meet where their results are merged. Queries are the columns of the products (factors.cuh), so that a group of eight
 // heads fills them, and each number of the cache is a factor once.
+#include "../ptx/sm90.cuh"
 #include "../rules/mask.cuh"
 #include "../rules/score.cuh"
 #include "../sm80/warp_results.cuh"
@@ -191,6 +192,7 @@ DEVICE void write(const AttentionParams& p, const DecodeWork& work, const Result
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     decode(const __grid_constant__ AttentionParams p) {
   VIEW_SHARED_STORAGE(shared);
+  if constexpr (SPLITS_KEYS) ptx::let_next_kernel_begin();  // which merges
   const DecodeWork work(p);
   Stage(&stages)[STAGES] = shared.stages[threadIdx.x / WARP];
   Cache cache(p, work.sequence, work.head_kv, work.begin, work.end);

@@ -6,6 +6,7 @@
 // says how to multiply: it defines Weights, pack, multiply_*, write_results, and what namespace `direct` of
 // sm80/tile.cuh has. `keys` (own_keys.cuh or paged_keys.cuh, own_codes.cuh or paged_codes.cuh) says where keys and
 // values lie. sm90/forward/forward.cu is the counterpart for Hopper.
+#include "../ptx/sm90.cuh"
 #include "forward_epilogue.cuh"
 #include "shared_queries.cuh"
 
@@ -355,6 +356,7 @@ DEVICE bool compute_tile(const AttentionParams& p, SharedStorage& shared, bool r
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     forward_sm80(const __grid_constant__ AttentionParams p) {
   VIEW_SHARED_STORAGE(shared);
+  if constexpr (SPLITS_KEYS) ptx::let_next_kernel_begin();  // which merges
   Accum out[FRAGMENTS][WARP_COLUMNS / 2];
   FragmentSoftmax softmax[FRAGMENTS];
   Units units[FRAGMENTS];

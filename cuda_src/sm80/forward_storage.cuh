@@ -22,8 +22,8 @@ constexpr int BUFFERS = DECODES ? 1 : STAGES;
 DEVICE u32 next_buffer(u32 stage) { return BUFFERS == 2 ? stage ^ 1 : 0; }
 
 // Where tiles of queries alone would leave some of the GPU idle, their keys are split (split-KV, as in Flash-Decoding):
-// neighbouring thread blocks have the splits of one tile. Each split is an attention of its own, and around/reduce.cu
-// merges them.
+// neighbouring thread blocks have the splits of one tile. Each split is an attention of its own, and
+// around/merge_splits.cu merges them.
 DEVICE u32 num_splits_of(const AttentionParams& p) { return SPLITS_KEYS ? p.splits : 1; }
 DEVICE int own_split(const AttentionParams& p) { return SPLITS_KEYS ? blockIdx.x % p.splits : 0; }
 

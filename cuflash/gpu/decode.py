@@ -9,7 +9,6 @@ from cuflash.gpu.launch import Kernel, Work, batch_heads
 from cuflash.gpu.params import Arrays, num_key_splits
 from cuflash.plan import decode
 from cuflash.plan.decode import DecodeConfig
-from cuflash.plan.key_splits import merges_by_rows
 from cuflash.problem.attention_problem import AttentionProblem
 
 
@@ -33,7 +32,7 @@ def forward(work: Work) -> bool:
         return False
     kernel = work.chosen([Forward(choice.config.entry, choice.config) for choice in choices])
     num_splits = next(choice.num_splits for choice in choices if choice.config == kernel.config)
-    key_splits.run(work, kernel, num_splits, merges_by_rows(work.problem, num_splits))
+    key_splits.run(work, kernel, num_splits)
     return True
 
 

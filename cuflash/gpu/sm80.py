@@ -14,7 +14,6 @@ from cuflash.gpu import split as gpu_split
 from cuflash.gpu.launch import Kernel, Work, batch_heads, num_tiles
 from cuflash.gpu.params import Arrays, num_key_splits
 from cuflash.plan import sm80_backward, sm80_forward, sm80_fp8, sm80_kinds, sm80_splits, sm80_wide
-from cuflash.plan.key_splits import merges_by_rows
 from cuflash.plan.record import Capability
 from cuflash.plan.sm80_backward import DQ, MAIN, ROWS, Sm80BackwardConfig
 from cuflash.plan.sm80_forward import Sm80QueryConfig
@@ -106,7 +105,7 @@ def _run_forward(work: Work, *plans: Plan, is_alike: bool = False, entry: str = 
         return False
     gpu_split.split(work, kernel.config)
     num_splits = splits[kernel.config]
-    key_splits.run(work, kernel, num_splits, merges_by_rows(problem, num_splits))
+    key_splits.run(work, kernel, num_splits)
     return True
 
 

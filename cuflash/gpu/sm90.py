@@ -17,10 +17,9 @@ from cuflash.gpu.persistent import Box, Persistent
 from cuflash.gpu.portable import WithoutTiles, slope_sums
 from cuflash.hardware import ALIGNMENT, HALF_BYTES, WARP
 from cuflash.plan import sm90_backward, sm90_codes, sm90_forward, sm90_grid, sm90_order
-from cuflash.plan.key_splits import merges_by_rows
 from cuflash.plan.sm90_backward_config import Sm90BackwardConfig, with_query_splits
 from cuflash.plan.sm90_config import Sm90ForwardConfig
-from cuflash.plan.sm90_forward import Layout, has_few_queries
+from cuflash.plan.sm90_forward import Layout
 from cuflash.plan.sm90_query_splits import WHOLE_QUERIES, QuerySplits, in_order, splits_of
 from cuflash.problem.attention_problem import Array, AttentionProblem
 
@@ -94,7 +93,7 @@ def forward(work: Work) -> bool:
         return True
     work.run(kernel, work.arrays | partials)
     if partials:
-        key_splits.merge(work, partials, merges_by_rows(work.problem, num_splits, has_few_queries(work.problem)))
+        key_splits.merge(work, partials)
     return True
 
 
@@ -125,7 +124,7 @@ def codes_forward(work: Work) -> bool:
         kernel = replace(kernel, config=replace(kernel.config, staging_panels=0))
     own.run(kernel, own.arrays | partials)
     if partials:
-        key_splits.merge(own, partials, merges_by_rows(problem, num_splits, has_few_queries(problem)))
+        key_splits.merge(own, partials)
     return True
 
 

@@ -10,8 +10,6 @@ from cuflash.gpu.launch import Kernel, Work
 from cuflash.gpu.params import Arrays, num_key_splits
 from cuflash.gpu.persistent import Box, Persistent
 from cuflash.plan import sm90_fp8, sm90_order
-from cuflash.plan.key_splits import merges_by_rows
-from cuflash.plan.sm90_forward import has_few_queries
 from cuflash.plan.sm90_fp8 import Sm90Fp8Config
 from cuflash.problem.attention_problem import AttentionProblem
 from cuflash.problem.fp8 import SCALES
@@ -56,5 +54,5 @@ def forward(work: Work) -> bool:
     if kernel is None:
         return False
     num_splits = splits[kernel.config]
-    key_splits.run(work, kernel, num_splits, merges_by_rows(problem, num_splits, has_few_queries(problem)))
+    key_splits.run(work, kernel, num_splits)
     return True

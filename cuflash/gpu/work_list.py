@@ -69,7 +69,9 @@ class _OfList(WithoutTiles):
 
 @dataclass(frozen=True)
 class _Merge(_OfList):
-    """The kernel that merges the parts of tiles that were cut."""
+    """The kernel that merges the parts of tiles that were cut; its blocks are ready when the kernel before ends."""
+
+    begins_early = True
 
     def seen(self, problem: AttentionProblem, arrays: Arrays) -> tuple[AttentionProblem, Arrays]:
         """Return the problem without pages, as where keys lie does not matter any more."""

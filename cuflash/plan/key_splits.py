@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from cuflash.hardware import FLOAT_BYTES, WARP
+from cuflash.hardware import FLOAT_BYTES
 from cuflash.problem.attention_problem import AttentionProblem
 
 # Numbers of splits that are tried. Few rows go up to the last, as little as they leave to merge; others to the tenth.
 NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 OF_MANY_ROWS = NUMBERS[:10]
-_FEW_ROWS = 2048  # rows that are merged by a thread block each: more fill the GPU with a warp each
 
 # Predictions that differ by less are the same; then fewer splits win, as their partial results take less memory.
-_EQUAL = 0.05
+EQUAL = 0.05
 
 
 class Merge(NamedTuple):
@@ -24,7 +23,7 @@ class Merge(NamedTuple):
     megabyte: float  # a megabyte of partial results
 
 
-_MERGE = Merge(4.2, 0.68)  # fitted to the times of `sm90_times`
+_MERGE = Merge(2.5, 0.4)  # fitted to the times of `sm90_times`
 
 
 def merging_us(rows: int, head_dim_v: int, num_splits: int, megabyte_us: float = _MERGE.megabyte) -> float:
@@ -34,15 +33,10 @@ def merging_us(rows: int, head_dim_v: int, num_splits: int, megabyte_us: float =
     return _MERGE.launch + megabyte_us * FLOAT_BYTES * 1e-6 * rows * head_dim_v * num_splits
 
 
-def fewest(times: dict[int, float], equal: float = _EQUAL) -> int:
+def fewest(times: dict[int, float], equal: float = EQUAL) -> int:
     """Return the least number of splits whose predicted time, of those in ascending order, is as good as the best."""
     bound = min(times.values()) * (1 + equal)
     return next(n for n, time in times.items() if time <= bound)
-
-
-def merges_by_rows(problem: AttentionProblem, num_splits: int, few_queries: bool = True) -> bool:
-    """Return True if a warp merges the splits of a row; a thread block, which reads many at once, does if not."""
-    return num_splits <= WARP and not (few_queries and rows_of(problem) <= _FEW_ROWS)
 
 
 def rows_of(problem: AttentionProblem) -> int:

@@ -38,7 +38,7 @@ needs_compiler = pytest.mark.skipif(not cpu_device.available(), reason=cpu_devic
 RNG = np.random.default_rng(0)
 # A kind is what a cache holds, and the dtype of the queries over it.
 KINDS = (("codes", "float16"), ("codes", "bfloat16"), ("codes", CODES), ("numbers", "float16"), ("numbers", "bfloat16"))
-ENTRIES = {decode.ENTRY, "merge_splits", "merge_rows"}
+ENTRIES = {decode.ENTRY, "merge_splits"}
 NUM_SMS = 3
 
 

@@ -52,7 +52,7 @@ def queries(request: pytest.FixtureRequest) -> Iterator[str]:
         yield dtype
     entries = {x.kernel.entry for x in launch._launches.values()}
     assert entries & {sm80_fp8.ENTRY, sm80_fp8.PAGED_ENTRY}
-    assert entries <= {sm80_fp8.ENTRY, sm80_fp8.PAGED_ENTRY, "gather_pages", "merge_splits", "merge_rows"}
+    assert entries <= {sm80_fp8.ENTRY, sm80_fp8.PAGED_ENTRY, "gather_pages", "merge_splits"}
 
 
 def drawn(

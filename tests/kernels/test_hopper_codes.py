@@ -33,7 +33,7 @@ needs_compiler = pytest.mark.skipif(not cpu_device.available(), reason=cpu_devic
 RNG = np.random.default_rng(0)
 LENGTHS = (150, 200)
 PER = ("head", "token")
-ENTRY, OF_SPLITS = "forward_sm90", {"merge_splits", "merge_rows"}
+ENTRY, OF_SPLITS = "forward_sm90", {"merge_splits"}
 
 
 def entries() -> set[str]:

@@ -117,7 +117,7 @@ def test_few_queries_of_any_options_agree_with_the_reference(seed: int, paged: b
     config = forward_of(launches).config
     assert config.packs_heads == (case.packed or case.q.shape[-2] != case.k.shape[-2])
     assert config.has_pages == paged
-    others = {"find_work", "merge_tiles"} if config.has_work_list else {"merge_rows", "merge_splits"}
+    others = {"find_work", "merge_tiles"} if config.has_work_list else {"merge_splits"}
     assert {x.kernel.entry for x in launches} <= {"forward_sm90", *others}
     assert config.has_work_list == (case.packed and "num_splits" not in case.options)
 

@@ -134,6 +134,25 @@ def test_every_option_takes_splits(kind: str, name: str) -> None:
     assert merged() or (name == "rules" and kind in WIDE) or "split_size" in splits
 
 
+@pytest.mark.parametrize("kind", [("sm_80", "float16"), ("sm_80", "float32"), ("sm_80", "float64")], indirect=True)
+@pytest.mark.parametrize(("num_splits", "dim"), [(2, 64), (16, 136), (17, 64), (200, 40), (30, 30)])
+def test_any_number_of_splits_is_merged(kind: str, num_splits: int, dim: int) -> None:
+    """Rows of results have one vector or several of a lane, or columns by themselves where rows are not aligned."""
+    rows = (2, 1, HEADS, dim), (2, 3300, HEADS_KV, dim), (2, 3300, HEADS_KV, dim)
+    q, k, v = (gaussian(RNG, shape, kind) for shape in rows)
+    lengths = np.array([3300, 20], np.int32)  # most splits of the second sequence have no key
+    expected = exact(
+        "numpy" if kind in WIDE else "sm_80", "float16", [x.astype(np.float64) for x in (q, k, v)], kv_lengths=lengths
+    )
+    out, lse = cuflash.attention(q, k, v, kv_lengths=lengths, num_splits=num_splits, return_lse=True)
+    assert_near(out, expected)
+    np.testing.assert_allclose(lse, expected.lse, atol=2e-5)
+    (merged_splits,) = {
+        int(x.params["splits"][0]) for x in launch._launches.values() if x.kernel.entry == "merge_splits"
+    }
+    assert min(num_splits, 20) / 2 < merged_splits <= num_splits  # a split has one tile of keys at least
+
+
 ROWS = ("plain", "causal", "softcap", "bias", "mask")  # options whose heads are rows
 OF_DECODE = (*ROWS[:3], "window", "alibi", "sink", "q_lengths")  # those that the kernels for one query know
 

@@ -136,6 +136,7 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__((CONSU
     sync_cluster();
   }
 
+  if constexpr (SPLITS_KEYS || HAS_WORK_LIST) ptx::let_next_kernel_begin();  // which merges
   const Rings rings(shared);
   const int warpgroup = own_warpgroup();
   if (warpgroup == CONSUMERS) {

@@ -63,7 +63,7 @@ struct ListedKeys<false> {
 static_assert(!HAS_WORK_LIST || (PACKS_HEADS && !SPLITS_KEYS), "a list cuts tiles of several heads by itself");
 
 // SplitWork is a tile and a share of its keys. Where tiles alone would leave some of the GPU idle, their keys are split
-// (split-KV, as in Flash-Decoding): each split is an attention of its own, and around/reduce.cu merges them.
+// (split-KV, as in Flash-Decoding): each split is an attention of its own, and around/merge_splits.cu merges them.
 struct SplitWork : Work, ListedKeys<HAS_WORK_LIST> {
   int split_or_row_group;  // which split of the tile's keys; with teams, which 64 rows of its queries come first
 

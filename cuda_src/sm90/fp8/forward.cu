@@ -263,6 +263,7 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     for (int i = threadIdx.x; i < 2 * BLOCK_N; i += blockDim.x) shared.seen.flags[i / BLOCK_N][i % BLOCK_N] = 0;
   }
   __syncthreads();
+  if constexpr (SPLITS_KEYS) ptx::let_next_kernel_begin();  // which merges
   const Rings rings(shared);
   const int warpgroup = own_warpgroup();
   if (warpgroup == CONSUMERS) {
