@@ -23,9 +23,16 @@ DEVICE void skip_key_tiles(Rings& rings, const ProductOrder& order, HiddenValues
 // product before the tiles of keys of the others, or behind them. A warpgroup with keys takes one place more than it
 // has tiles of keys, for the last product with values, so a warpgroup without keys must do the same. Whoever takes this
 // extra place sooner must be sooner in the order, too; else it might hold up the order while it waits for others to
-// clear values. Rows above all keys take it before the tiles of the others, and rows that are not in use behind them;
-// where keys are visited from the last on (KEYS_IN_REVERSE) it is the other way round.
-DEVICE bool takes_extra_place(bool in_use, bool before_keys) {
-  const bool is_above = HAS_WINDOW && !HIDES_ANYWHERE && in_use;
+// clear values. Rows above all keys take it before the tiles of the others; rows that are not in use, or that see only
+// later keys than these, behind them; where keys are visited from the last on (KEYS_IN_REVERSE) it is the other way
+// round.
+DEVICE bool takes_extra_place(bool is_above, bool before_keys) {
+  is_above &= HAS_WINDOW && !HIDES_ANYWHERE;
   return before_keys == (KEYS_IN_REVERSE ? !is_above : is_above);
+}
+
+// sees_later_keys() tells whether a warpgroup's rows see only keys behind those of the tile, which are a split of them.
+DEVICE bool sees_later_keys(const TileMessage& work, int warpgroup) {
+  if constexpr (HIDES_ANYWHERE || !(SPLITS_KEYS || HAS_WORK_LIST)) return false;
+  return work.own_keys[warpgroup].begin >= work.keys.end;
 }
