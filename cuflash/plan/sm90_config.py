@@ -39,6 +39,10 @@ REGISTERS = {1: (80, 240), 2: (40, 232), 3: (32, 160), 4: (32, 112)}
 MORE_TO_LOAD = {1: (80, 248), 2: (56, 224), 3: (56, 152), 4: (32, 112)}
 _PAGES_TO_LOAD = {1: (80, 248), 2: (72, 216)}
 _MOST_PLAIN_ROWS = 128  # beside tiles of more rows a thread that loads has 32 registers
+# Rows of several heads leave registers for so many rows where there are no options, and where a thread has so many of a
+# tile's numbers at most beside its 160 registers: scores, their weights in 16 bits, and results.
+MOST_ROWS_OF_HEADS = 192
+_MOST_NUMBERS = 128
 # A thread computes powers in groups of four, two in each of its rows.
 _POWERS_AT_ONCE = 4
 # So many bytes of shared memory are no tile's: barriers, the numbers of tiles under way, and which keys are seen.
@@ -110,10 +114,25 @@ class Asked(NamedTuple):
     words: frozenset[str]  # what it is like, in words of `sm90_tiles`
 
 
-def leaves_registers(tile: Sm90Tile, words: frozenset[str]) -> bool:
+def leaves_registers(tile: Sm90Tile, words: frozenset[str], most_rows: int = _MOST_PLAIN_ROWS) -> bool:
     """Return True if a tile leaves registers to load pages with, and to the rows of several heads, if there are any."""
-    is_full = tile.query_steps_in_registers > 0 or tile.block_m > _MOST_PLAIN_ROWS
+    is_full = tile.query_steps_in_registers > 0 or tile.block_m > most_rows
     return words.isdisjoint((HEADS, PAGES)) or not is_full
+
+
+def leaves_registers_to_heads(tile: Sm90Tile, head_dim_v: int) -> bool:
+    """Return True if a tile without options leaves registers to rows of several heads."""
+    numbers_of_row = tile.block_n * 3 // 2 + head_dim_v
+    few = tile.block_m <= _MOST_PLAIN_ROWS or numbers_of_row * ROWS_OF_WARPGROUP <= _MOST_NUMBERS * WARPGROUP
+    return few and tile.block_m <= MOST_ROWS_OF_HEADS
+
+
+def may_split_keys(config: Sm90ForwardConfig) -> bool:
+    """Return True if the thread that hands out work has registers to split the keys of its tiles.
+
+    It counts queries of several heads, bounds of a window, and splits in 32 registers beside tiles of many rows.
+    """
+    return not (config.packs_heads and config.has_window and config.block_m > _MOST_PLAIN_ROWS)
 
 
 def config_of(record: Record[Sm90Tile], asked: Asked) -> Sm90ForwardConfig:

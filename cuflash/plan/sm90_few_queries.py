@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from cuflash.hardware import HALF_BYTES
 from cuflash.plan.key_splits import NUMBERS, keys_seen, merging_us, per_sequence, rows_of
-from cuflash.plan.sm90_config import Sm90ForwardConfig
+from cuflash.plan.sm90_config import Sm90ForwardConfig, may_split_keys
 from cuflash.plan.sm90_times import tile_us, times_of
 from cuflash.problem.attention_problem import AttentionProblem
 
@@ -23,11 +23,12 @@ from cuflash.problem.attention_problem import AttentionProblem
 BYTES_PER_US = 4.4e6
 SHORTEST_SPLIT = 128  # keys of a split: the bound for few keys is a launch's time, which no split makes shorter
 _MOST_BLOCKS = 2  # most splits of tiles that a multiprocessor is given
-# Microseconds, fitted to 84 problems in CUDA graphs, drawn at random in log scale (up to 64 sequences, 64 heads and
-# queries, head dims and masks of all kinds), on an H200: half of the predictions are within 9%, nine of ten within 20%.
-_SOONER = 0.9  # a launch takes so much less than one of many queries
-_NEXT_TILE = 2.0  # a tile that a multiprocessor has after another one, whose queries and keys it loads meanwhile
-_MERGED_MEGABYTE = 1.6  # a megabyte of partial results, which few thread blocks write and read
+# Microseconds, fitted to 30 problems in CUDA graphs, drawn at random in log scale (up to 20 sequences, 64 heads and
+# queries, groups, head dims and masks of all kinds), with 5 to 20 tiles and splits each, on an H200: half of the
+# predictions are within 5%, nine of ten within 15%; what is chosen takes 2% more than the best on average, 12% at most.
+_SOONER = 1.5  # a launch takes so much less than one of many queries
+_NEXT_TILE = 3.5  # a tile that a multiprocessor has after another one, whose queries and keys it loads meanwhile
+_MERGED_MEGABYTE = 0.5  # a megabyte of partial results, which few thread blocks write and read
 # Predictions that differ by less are the same; then fewer splits win, as their partial results take less memory.
 EQUAL = 0.02
 
@@ -36,7 +37,12 @@ def quickest(
     problem: AttentionProblem, configs: Iterable[Sm90ForwardConfig], num_sms: int
 ) -> tuple[Sm90ForwardConfig, int]:
     """The kernel among `configs` and the number of splits that are predicted to take the least time."""
-    tried = [(config, n) for config in dict.fromkeys(configs) for n in _numbers_of_splits(problem, config, num_sms)]
+    tried = [
+        (config, n)
+        for config in dict.fromkeys(configs)
+        for n in _numbers_of_splits(problem, config, num_sms)
+        if n == 1 or may_split_keys(config)
+    ]
     times = [predicted_us(problem, *choice, num_sms) for choice in tried]
     bound = min(times) * (1 + EQUAL)
     good = [choice for choice, time in zip(tried, times, strict=True) if time <= bound]

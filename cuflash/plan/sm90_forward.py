@@ -57,11 +57,14 @@ def lines_of(problem: AttentionProblem) -> tuple[Line, ...]:
     return of_own_columns(tiles.FORWARD, problem.head_dim, problem.head_dim_v)
 
 
-def taken(lines: Sequence[Line], asked: Asked) -> tuple[Line, ...]:
-    """Return the lines that take what is asked for, the fastest first, which is their order in the table."""
+def taken(lines: Sequence[Line], asked: Asked, *most_rows: int) -> tuple[Line, ...]:
+    """Return the lines that take what is asked for, the fastest first, which is their order in the table.
+
+    `most_rows` are those of `leaves_registers`.
+    """
 
     def fits(line: Line) -> bool:
-        return leaves_registers(line.tile, asked.words)
+        return leaves_registers(line.tile, asked.words, *most_rows)
 
     return taken_of(lines, without_window(asked.flags) | asked.words, HOPPER, fits, lambda line: 0)
 

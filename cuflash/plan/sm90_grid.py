@@ -12,15 +12,24 @@ from typing import NamedTuple
 from cuflash.kept import kept
 from cuflash.plan import sm90_few_queries, sm90_forward, sm90_mixed
 from cuflash.plan.config import flags_of, has_plain_scale, without_window
-from cuflash.plan.sm90_config import Asked, Sm90ForwardConfig, config_of
+from cuflash.plan.key_splits import EQUAL
+from cuflash.plan.record import PLAIN
+from cuflash.plan.sm90_config import (
+    MOST_ROWS_OF_HEADS,
+    Asked,
+    Sm90ForwardConfig,
+    config_of,
+    leaves_registers_to_heads,
+    may_split_keys,
+)
 from cuflash.plan.sm90_forward import config_for, has_exact_maxima, has_few_queries, lines_of, taken, words_in
-from cuflash.plan.sm90_tiles import FEW_QUERIES, MANY, PAGES, PLAIN_SCORES, WINDOW
+from cuflash.plan.sm90_tiles import FEW_QUERIES, HEADS, MANY, PAGES, PLAIN_SCORES, WINDOW
 from cuflash.plan.sm90_times import MANY_WAVES, is_timed, num_tiles, predicted_us, rows_per_query, splits_worth_trying
 from cuflash.problem.attention_problem import AttentionProblem
 
-# Tiles of several heads are compared where they are at most such a share of those of one head: their rows are stored
-# one by one, which costs more than a few tiles do.
-_FEWER_TILES = 0.9
+# Tiles of several heads are compared where they have at most such a share of the rows of those of one head: these rows
+# are stored one by one, which costs more than a few tiles do.
+_FEWER_ROWS = 0.9
 # Tiles are full where they have at most so many rows for each query that sees a key: then no other tile wastes less.
 _FULL = 1.1
 
@@ -49,7 +58,8 @@ def for_grid(problem: AttentionProblem, config: Sm90ForwardConfig, num_sms: int)
         return Launches(_with_exact_maxima(problem, config, num_splits, config.follows_every_maximum), num_splits)
     if has_few_queries(problem):
         other = config_for(problem, config.has_bias_tiles, config.has_mask_tiles, few_queries=False)
-        return Launches(*sm90_few_queries.quickest(problem, (config, other), num_sms))
+        tried = config, other, *tiles_of_groups(problem)
+        return Launches(*sm90_few_queries.quickest(problem, tried, num_sms))
     tiles = -(-problem.seqlen_q // config.block_m) * problem.num_heads_q * problem.batch
     if tiles >= MANY_WAVES * num_sms and rows_per_query(problem, config) <= _FULL:
         return Launches(config, 1)
@@ -57,8 +67,13 @@ def for_grid(problem: AttentionProblem, config: Sm90ForwardConfig, num_sms: int)
         Launches(_with_exact_maxima(problem, candidate, num_splits, config.follows_every_maximum), num_splits)
         for candidate in compared(problem, config)
         for num_splits in splits_worth_trying(problem, candidate, num_sms)
+        if num_splits == 1 or may_split_keys(candidate)
     ]
-    return min(found, key=lambda launches: predicted_us(problem, launches.config, launches.num_splits, num_sms))
+    times = {launches: predicted_us(problem, launches.config, launches.num_splits, num_sms) for launches in found}
+    # Whole keys need one launch, no memory for partial results, and are taken where splits gain little.
+    whole = min((launches for launches in found if launches.num_splits == 1), key=times.__getitem__)
+    best = min(found, key=times.__getitem__)
+    return whole if times[whole] <= times[best] * (1 + EQUAL) else best
 
 
 def is_modelled(problem: AttentionProblem) -> bool:
@@ -78,7 +93,13 @@ def few_queries_us(problem: AttentionProblem, num_sms: int) -> float | None:
 
 def compared(problem: AttentionProblem, config: Sm90ForwardConfig) -> list[Sm90ForwardConfig]:
     """Return the configurations whose times are compared where a grid does not fill the GPU, the given one first."""
-    return [config, *filter(is_timed, other_tiles(problem, config)), *_tiles_of_groups(problem, config)]
+    rows = num_tiles(problem, config) * config.block_m
+    grouped = [
+        tile
+        for tile in tiles_of_groups(problem)
+        if not config.packs_heads and num_tiles(problem, tile) * tile.block_m <= _FEWER_ROWS * rows
+    ]
+    return [config, *filter(is_timed, other_tiles(problem, config)), *grouped]
 
 
 def other_tiles(problem: AttentionProblem, config: Sm90ForwardConfig) -> list[Sm90ForwardConfig]:
@@ -93,17 +114,26 @@ def other_tiles(problem: AttentionProblem, config: Sm90ForwardConfig) -> list[Sm
     return [replace(other, pair=1) for other in others if other.tile != config.tile]
 
 
-def _tiles_of_groups(problem: AttentionProblem, config: Sm90ForwardConfig) -> list[Sm90ForwardConfig]:
-    """Return the configuration whose rows are the query heads of a KV head, where its tiles are fewer than `config`'s.
+@kept
+def tiles_of_groups(problem: AttentionProblem) -> tuple[Sm90ForwardConfig, ...]:
+    """Return the configurations whose rows are the query heads of a KV head, of problems without options but a window.
 
-    23 heads of 136 queries are 28 tiles of 5 queries, but 46 of one head, every second of which has 8 rows.
+    23 heads of 136 queries are 28 tiles of 5 queries, but 46 of one head, every second of which has 8 rows; and 49
+    heads of 20 queries are 7 tiles of 3 queries, which read the keys 7 times, but 20 tiles of one query.
     """
-    options = without_window(flags_of(problem)) or not config.plain_scores or config.has_pages
-    if options or problem.packed or problem.group_size == 1 or config.packs_heads:
-        return []
-    grouped = config_for(problem, few_queries=False, heads_are_rows=True)
-    fewer = num_tiles(problem, grouped) <= _FEWER_TILES * num_tiles(problem, config)
-    return [replace(grouped, pair=1)] if grouped.packs_heads and fewer else []
+    flags = flags_of(problem)
+    options = without_window(flags) or not has_plain_scale(problem) or problem.pages is not None
+    if options or problem.packed or problem.group_size == 1:
+        return ()
+    asked = Asked(
+        problem.dtype, None, flags, words_in({PLAIN_SCORES: True, WINDOW: bool(flags), MANY: True, HEADS: True})
+    )
+    tiles: dict[tuple[int, int], Sm90ForwardConfig] = {}
+    for line in taken(lines_of(problem), asked, MOST_ROWS_OF_HEADS):
+        leaves = leaves_registers_to_heads(line.tile, line.head_dim_v)
+        if line.takes is PLAIN and leaves and problem.group_size <= line.tile.block_m:
+            tiles.setdefault((line.tile.block_m, line.tile.block_n), replace(config_of(line, asked), pair=1))
+    return tuple(tiles.values())
 
 
 def _with_exact_maxima(

@@ -58,6 +58,7 @@ _BIAS, _MASK, _SOFTCAP, _DROPOUT, _ALIBI = (
 _ROWS = sm90_forward.KNOWN_TO_ROWS
 _OF_HEADS: dict[str, Any] = {"seqlen_q": _FEW, "num_heads_q": 4}
 _OF_MANY_HEADS: dict[str, Any] = {"seqlen_q": 2, "num_heads_q": 128}  # a tile of few queries has no room for these
+_OF_GROUPS: dict[str, Any] = {"seqlen_q": 96, "num_heads_q": 4}  # tiles of 192 rows have 48 queries of these heads
 _LARGE_PAGES, _SMALL_PAGES = _pages(128), _pages(1)
 _MANY_SEQUENCES = {"batch": 1 << 12}  # their keys and values take much memory as elements of 16 bits
 _OF_LISTS: dict[str, Any] = {"packed": True, "batch": 16, "seqlen_q": 16 * _FEW, "seqlen_k": 16 * _LONG}
@@ -76,6 +77,7 @@ _KINDS = (
     _Kind(_OF_HEADS, (*_PLAIN, _BIAS, _SOFTCAP, _ROWS)),
     _Kind(_OF_HEADS, (_ROWS,), in_tiles=True, num_sms=_LARGE),
     _Kind(_OF_MANY_HEADS, ((WINDOW,),), num_sms=_LARGE),
+    _Kind(_OF_GROUPS, _PLAIN, num_sms=_LARGE),
     _Kind(_LARGE_PAGES, ((WINDOW,), _SOFTCAP, _ALIBI, KNOWN_TO_ALL)),
     _Kind(_OF_HEADS | _LARGE_PAGES, ((), _MASK), in_tiles=True, num_sms=_LARGE),
     _Kind(_OF_MANY_HEADS | _LARGE_PAGES, ((WINDOW,), _DROPOUT, _BIAS, _ROWS)),

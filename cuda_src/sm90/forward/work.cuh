@@ -136,7 +136,11 @@ struct TileMessage : SplitWork {
     if constexpr (SKIPS_ROWS) skipped = fill_last_tile(sequence);
     const Blocks blocks = blocks_of_split(p, *this, rows);
     keys = {blocks.block, blocks.end};
-    if constexpr (!HIDES_ANYWHERE && PACKS_HEADS) {
+    if constexpr (!HIDES_ANYWHERE && PACKS_HEADS && HAS_WINDOW && CONSUMERS > 2) {
+      // Beside three warpgroups this thread has too few registers to look at the windows of each.
+#pragma unroll
+      for (KeyRange& own : own_keys) own = keys;
+    } else if constexpr (!HIDES_ANYWHERE && PACKS_HEADS) {
 #pragma unroll 1
       for (int warpgroup = 0; warpgroup < CONSUMERS; warpgroup++) {
         const int row = tile * BLOCK_M + warpgroup * ROWS_OF_WARPGROUP, first = rows.query(row, sequence.rows_q);
