@@ -7,7 +7,7 @@ import math
 import statistics
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -26,6 +26,7 @@ ARCHITECTURES = (
     *("sm_100", "sm_103", "sm_110", "sm_120", "sm_121"),
 )
 HOPPER = "sm_90a"
+HALVES = "__half", "__nv_bfloat16"
 SAMPLED = 5  # one record in so many is compiled though it shows nothing of its own
 # Kernels whose configurations are those of an entry that reads pages, too.
 PAGED = "forward", "forward_sm80", "fp8_forward_sm80"
@@ -134,44 +135,66 @@ def own_architectures() -> dict[KernelConfig, str]:
 
 @functools.cache
 def alike(arch: str) -> list[str]:
-    """The architectures whose tables are this one's: they have its instructions and its shared memory."""
-    return [other for other in ARCHITECTURES if tables_of(other) == tables_of(arch)]
+    """The architectures that have this one's instructions and shared memory: its tables, or all of them and more."""
+    own = set(tables_of(arch))
+    return [other for other in ARCHITECTURES if own <= set(tables_of(other)) or own >= set(tables_of(other))]
 
 
 def sampled(configs: Sequence[KernelConfig]) -> list[KernelConfig]:
     """Choose the records of a table that the whole suite compiles; tests that are named, and ``long``, have all.
 
-    Of each tile it is the one with the most options, then so many that every option of each kernel occurs, and of the
-    others one in `SAMPLED`, by their text.
+    Of each tile it is the one with the most options, for one of the 16-bit dtypes, whose kernels differ in conversions
+    and in one operand of one instruction; of the others one in `SAMPLED`, by their text; and then so many that every
+    option and dtype of each kernel occurs.
     """
     if tiers.has_every_case():
         return list(configs)
     fullest: dict[tuple[object, ...], KernelConfig] = {}
     for config in sorted(configs, key=lambda config: len(config.flags.split(", "))):
-        fullest[config.entry, config.element, config.head_dim, config.head_dim_v, config.tile] = config
-    kept = {*fullest.values(), *tiers.covering(configs, rows.options_of)}
-    return [c for c in configs if c in kept or zlib.crc32(repr(c).encode()) % SAMPLED == 0]
+        element = "16 bits" if config.element in HALVES else config.element
+        fullest[config.entry, element, config.head_dim, config.head_dim_v, config.tile] = config
+    kept = {*fullest.values(), *(c for c in configs if zlib.crc32(repr(c).encode()) % SAMPLED == 0)}
+    kept.update(tiers.covering(configs, rows.options_of, kept))
+    return [c for c in configs if c in kept]
 
 
 def compiled(arch: str, configs: Sequence[KernelConfig]) -> list[KernelConfig]:
     """Choose those of an architecture's records that are compiled for it.
 
-    On Hopper it is a sample of all, and elsewhere of those that neither Hopper nor an older architecture has.
-    Architectures with the same tables share so many of the others, each in its turn, that every option of each kernel
-    occurs: NVRTC takes half a second for each. The quick tier has no more than these. ``python -m cuflash compile``
-    compiles all.
+    These are all that it has of some kernels. On Hopper it is a sample of all, and elsewhere of those that neither
+    Hopper nor an older architecture has. Architectures that are alike share so many of the others, each in its turn,
+    that every option of each kernel occurs: NVRTC takes most of a second for each. The quick tier has no sample, so
+    that they share more. ``python -m cuflash compile`` compiles all.
     """
-    some = share_of(arch, configs)
     if not tiers.is_whole():
-        return some
-    of_all = set(sampled([c for c in configs if own_architectures().get(c, arch) == arch]))
-    return [c for c in configs if c in of_all or c in some]
+        return share_of(arch, configs)
+    kept = {*sample_of(arch, configs), *share_of(arch, configs, sample_of)}
+    return [c for c in configs if c in kept]
 
 
-def share_of(arch: str, configs: Sequence[KernelConfig]) -> list[KernelConfig]:
-    """Choose records such that every option occurs in those of the architectures that have the same tables."""
-    sharing = alike(arch)
-    return [c for i, c in enumerate(tiers.covering(configs, rows.options_of)) if sharing[i % len(sharing)] == arch]
+Choice = Callable[[str, Sequence[KernelConfig]], Sequence[KernelConfig]]
+
+
+def sample_of(arch: str, configs: Sequence[KernelConfig]) -> list[KernelConfig]:
+    """Choose a sample of the records that neither Hopper nor an older architecture has."""
+    return sampled([c for c in configs if own_architectures().get(c, arch) == arch])
+
+
+def share_of(arch: str, configs: Sequence[KernelConfig], beside: Choice = lambda *_: ()) -> list[KernelConfig]:
+    """Choose records such that every option occurs in those of the architectures that are alike, and those beside."""
+    entries = {c.entry for c in configs}
+    tables = {other: [c for c in tables_of(other) if c.entry in entries] for other in alike(arch) if other != arch}
+    tables[arch] = list(configs)
+    chosen = tiers.covering(
+        max(tables.values(), key=len), rows.options_of, chain(*(beside(*table) for table in tables.items()))
+    )
+    held = {other: set(table) for other, table in sorted(tables.items())}
+    found = []
+    for i, config in enumerate(chosen):
+        sharing = [other for other, table in held.items() if config in table]
+        if sharing[i % len(sharing)] == arch:
+            found.append(config)
+    return found
 
 
 @functools.cache  # some rows of a table are the same kernel
@@ -214,9 +237,9 @@ ROUNDS = 1 / 8, 1 / 4, 1 / 2, 1, 1, 1  # how long each compiles empty kernels, b
 def is_quick(arch: str, text: str, entry: str, seconds: float) -> bool:
     """Return True if a kernel that took so many seconds takes fewer than `MOST_SECONDS` where the figures are from.
 
-    On a machine that is slow all the time the least of three empty kernels says so at once. Else kernel and empty
-    kernels are compiled again, these over ever longer times, until one round says so: a kernel that is too slow is so
-    in every round.
+    On a machine that is slow all the time the least of three empty kernels says so at once. Else more of them are
+    compiled, and then the kernel again and empty kernels over ever longer times, until one round says so: a kernel that
+    is too slow is so in every round.
     """
     if seconds < MOST_SECONDS:
         return True
@@ -225,8 +248,9 @@ def is_quick(arch: str, text: str, entry: str, seconds: float) -> bool:
         return True
     for share in ROUNDS:
         found = slownesses(arch, math.ceil(share * seconds / EMPTY_SECONDS / statistics.fmean(found)))
-        if compile_timed(arch, text, entry)[1] < MOST_SECONDS * statistics.fmean(found):
+        if seconds < MOST_SECONDS * statistics.fmean(found):
             return True
+        seconds = compile_timed(arch, text, entry)[1]
     return False
 
 

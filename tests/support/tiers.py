@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from itertools import combinations
+from itertools import chain, combinations
 from typing import TypeVar
 
 import pytest
@@ -43,13 +43,16 @@ def has_every_case() -> bool:
     return _is_named or PROFILE == "long"
 
 
-def covering(items: Sequence[Item], features: Callable[[Item], Iterable[Hashable]]) -> list[Item]:
-    """Return a few of the items in which every feature of any of them occurs, in their order.
+def covering(
+    items: Sequence[Item], features: Callable[[Item], Iterable[Hashable]], beside: Iterable[Item] = ()
+) -> list[Item]:
+    """Return a few of the items in which, and in those beside, every feature of any item occurs, in their order.
 
     The choice is greedy: the next item is the first of those with the most features that have not occurred.
     """
     bits: dict[Hashable, int] = {}
-    missing = [sum({1 << bits.setdefault(x, len(bits)) for x in features(item)}) for item in items]
+    known = set(chain.from_iterable(map(features, beside)))
+    missing = [sum({1 << bits.setdefault(x, len(bits)) for x in features(i) if x not in known}) for i in items]
     chosen = set()
     while any(missing):
         best = max(range(len(items)), key=lambda i: missing[i].bit_count())
