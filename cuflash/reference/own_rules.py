@@ -23,8 +23,12 @@ class Clamped:
 
     def __getitem__(self, index: Any) -> Any:
         index = index if isinstance(index, tuple) else (index,)
-        inside = [np.clip(x, 0, size - 1) for x, size in zip(index, self.shape, strict=True)]
-        return self._values[tuple(np.broadcast_arrays(*inside))]
+        return self._values[tuple(_clamped(x, size) for x, size in zip(index, self.shape, strict=True))]
+
+
+def _clamped(index: Any, size: int) -> Any:
+    # NumPy's function takes microseconds for a Python int, and rules are called for every element of an operand.
+    return min(max(int(index), 0), size - 1) if isinstance(index, int) else np.clip(index, 0, size - 1)
 
 
 def _given(operands: Sequence[Any], real: Any) -> list[Any]:
