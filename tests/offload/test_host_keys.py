@@ -195,8 +195,9 @@ def test_fixed_splits_are_cut_at_their_multiples(first: int, stop: int) -> None:
 
 @pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
 @pytest.mark.parametrize("name", ["pages", "codes", "16-bit queries", "splits"])
-def test_the_kernels_compute_chunks(name: str) -> None:
+def test_the_kernels_compute_chunks(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     if name == "pages":
+        monkeypatch.setattr(offload, "device_of", lambda q: LazyDevice(chunk_bytes=1 << 12))  # chunks of some keys
         given, options = paged("float32", dims=(16, 16))
         expected = results(cuflash.attention_vjp, given, **options)
         with hook.kernels_on(CpuDevice((8, 0), 3)):

@@ -354,7 +354,8 @@ def test_on_each_device(device: Device, dtype: str) -> None:
 
 @pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
 @pytest.mark.parametrize("name", ["causal", "window", "bias", "mask", "lengths", "block_mask", "sink"])
-def test_the_kernels_compute_chunks(streamed: list[LazyDevice], name: str) -> None:
+def test_the_kernels_compute_chunks(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(offload, "device_of", lambda q: LazyDevice(chunk_bytes=1 << 12))  # chunks of 8 keys
     given = arrays("float32", seqlens=(7, 60), dims=(16, 16))
     options = {
         key: x.astype(np.float32) if isinstance(x, np.ndarray) and x.dtype == np.float64 else x
