@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,46 +13,34 @@ from cases import gaussian_case
 from compiling import HOPPER, assert_compiles_well, compiled, needs_compiler
 from cpu_device import device, hook
 from devices import Device
+from hopper_forward import PLACES, both, large_grids, no_compiler, place_of
 
 import cuflash
 from cuflash import hardware
 from cuflash.gpu import launch
 from cuflash.gpu import sm90 as gpu_sm90
-from cuflash.plan import decode, listing, sm90_forward, sm90_grid, sm90_listing, sm90_tiles, sm90_times
+from cuflash.plan import decode, listing, sm90_forward, sm90_grid, sm90_listing, sm90_tiles
 from cuflash.plan.sm90_config import Sm90ForwardConfig
-from cuflash.problem.attention_problem import AttentionProblem
-from cuflash.tools import reasons
 
 Array = np.ndarray[Any, Any]
-no_compiler = pytest.mark.skipif(not device.available(), reason=device.NO_COMPILER)
 
 
 @pytest.fixture(autouse=True)
-def large_grids(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let the small problems of tests take the kernels of large ones, however many multiprocessors there are."""
-    monkeypatch.setattr(sm90_grid, "MANY_WAVES", 0)
-    monkeypatch.setattr(sm90_grid, "_FULL", math.inf)
-    sm90_grid.for_grid.cache_clear()
-    yield
-    sm90_grid.for_grid.cache_clear()
+def _large_grids() -> Iterator[None]:
+    with large_grids():
+        yield
 
 
 @pytest.fixture
-def small_grids(large_grids: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def small_grids(_large_grids: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let problems take the kernels that are best for them."""
     monkeypatch.setattr(sm90_grid, "MANY_WAVES", 7)
 
 
-@pytest.fixture(params=[pytest.param("cpu device", marks=no_compiler), pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.fixture(params=PLACES)
 def place(request: pytest.FixtureRequest) -> Device:
-    """Give a device to run the kernel on, with few multiprocessors, so that each takes several tiles."""
-    if request.param == "gpu":
-        import cupy
-
-        if cupy.cuda.Device().compute_capability != "90":
-            pytest.skip("no Hopper GPU")
-        return Device("cupy", cupy)
-    return Device("sm_90", np, lambda: hook.kernels_on(device.CpuDevice((9, 0), num_sms=3)))
+    """Give a device to run the kernel on."""
+    return place_of(request.param)
 
 
 RNG = np.random.default_rng(0)
@@ -69,34 +56,6 @@ def normal(*shape: int) -> Array:
 
 def inputs(head_dim: int, head_dim_v: int) -> tuple[Array, Array, Array]:
     return normal(2, 150, 4, head_dim), normal(2, 200, 2, head_dim), normal(2, 200, 2, head_dim_v)
-
-
-def rows(x: Array) -> Array:
-    """Return the array with rows of a multiple of 16 bytes and NaN behind each."""
-    missing = -x.shape[-1] % 8
-    return np.pad(x, ((0, 0),) * 3 + ((0, missing),), constant_values=np.nan)[..., : x.shape[-1]] if missing else x
-
-
-def both(
-    place: Device, q: Array, k: Array, v: Array, hidden: Any = None, lse_error: float = 2e-5, **options: Any
-) -> None:
-    """Compare out and lse with the NumPy path in float64; keys `hidden` hold NaN on the device."""
-    bad_k, bad_v = k.copy(order="K"), v.copy(order="K")
-    if hidden is not None:
-        bad_k[:, hidden], bad_v[:, hidden] = np.nan, np.inf
-    devices.forget_launches()
-    poisoned = np.full((*q.shape[:3], v.shape[3]), np.nan, q.dtype)
-    with place.active():
-        there = place.put({"q": rows(q), "k": rows(bad_k), "v": rows(bad_v), "out": poisoned, **options})
-        out, lse = place.get(cuflash.attention(**there, return_lse=True))
-    assert next(iter(launch._launches.values())).kernel.entry == "forward_sm90"
-    wide: dict[str, Any] = {
-        name: x.astype(np.float64) if isinstance(x, np.ndarray) and x.dtype.kind == "f" else x
-        for name, x in options.items()
-    }
-    expected, expected_lse = cuflash.attention(*(x.astype(np.float64) for x in (q, k, v)), return_lse=True, **wide)
-    np.testing.assert_allclose(out.astype(np.float64), expected, atol=4e-3, rtol=4e-3)
-    np.testing.assert_allclose(lse, expected_lse, atol=lse_error, rtol=2e-5)
 
 
 @pytest.mark.parametrize("head_dims", [(64, 64), (40, 72), (59, 33), (128, 128), (192, 128), (256, 256)])
@@ -340,142 +299,6 @@ def test_keys_split_among_thread_blocks(options: dict[str, Any]) -> None:
     assert min(parts) > 1
 
 
-@pytest.mark.parametrize(
-    ("seqlen_q", "seqlen_k", "parts"),
-    [(1, 127, 1), (1, 1024, 8), (64, 1024, 8), (300, 300, 1), (2048, 2048, 4)],
-)
-@pytest.mark.usefixtures("small_grids")
-def test_keys_are_split_for_few_queries_first(seqlen_q: int, seqlen_k: int, parts: int) -> None:
-    problem = AttentionProblem(1, seqlen_q, seqlen_k, 1, 1, 128, 128, "float16")
-    config = sm90_forward.forward(problem, ())
-    assert config is not None
-    assert sm90_grid.for_grid(problem, config, 132).num_splits == parts
-
-
-@pytest.mark.parametrize(
-    ("steps", "blocks_of_each", "us"),
-    [
-        ([10], 132, 12),  # each multiprocessor has one
-        ([10], 133, 24),  # one has two
-        ([10], 264, 24),
-        ([1, 2, 3], 44, 5),  # the longest
-        ([1, 2, 3], 132, 12),  # long and short ones even out
-        ([9, 10], 70, 22),  # of 140, two of 9 are with one
-    ],
-)
-def test_multiprocessors_take_whole_tiles(steps: list[int], blocks_of_each: int, us: float) -> None:
-    assert sm90_times.computing_us(np.array(steps), blocks_of_each, step=1.0, tile=2.0, num_sms=132) == us
-
-
-@pytest.mark.usefixtures("small_grids")
-def test_splits_fill_one_round_rather_than_begin_another() -> None:
-    """24 tiles with 6 splits are 144 thread blocks, 12 of which would begin when 132 end."""
-    for (q, k, heads, heads_kv, d), num_splits in {
-        (1448, 38201, 2, 2, 168): 5,
-        (3893, 16811, 5, 1, 256): 3,
-        (4096, 4096, 16, 16, 128): 1,
-    }.items():
-        problem = AttentionProblem(1, q, k, heads, heads_kv, d, d, "bfloat16")
-        assert sm90_grid.for_grid(problem, sm90_forward.config_for(problem), 132).num_splits == num_splits
-
-
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
-@pytest.mark.parametrize("num_sms", [3, 80, 132])
-@pytest.mark.usefixtures("small_grids")
-def test_what_is_chosen_takes_the_least_predicted_time(head_dim: int, num_sms: int) -> None:
-    rng = np.random.default_rng(head_dim + num_sms)
-    for _ in range(40):
-        seqlen_q, seqlen_k = (int(2 ** rng.uniform(7, 15)) for _ in range(2))
-        heads, right = int(rng.integers(1, 33)), 0 if rng.random() < 0.5 else None
-        problem = AttentionProblem(
-            1, seqlen_q, seqlen_k, heads, heads, head_dim, head_dim, "bfloat16", window_right=right
-        )
-        config = sm90_forward.forward(problem, ())
-        assert config is not None
-        chosen = sm90_grid.for_grid(problem, config, num_sms)
-        most = sm90_times.predicted_us(problem, config, 1, num_sms)
-        assert sm90_times.predicted_us(problem, *chosen, num_sms) <= most
-        assert (
-            chosen.num_splits <= sm90_times._FEW_SPLITS
-            or chosen.num_splits * seqlen_q * heads <= 2 * num_sms * chosen.config.block_m + heads * 256
-        )
-        assert chosen.num_splits <= seqlen_k // chosen.config.block_n + 1
-
-
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_warpgroups_whose_rows_see_no_keys(place: Device, head_dim: int) -> None:
-    """Such a warpgroup, here the first of four, does not wait for those that wait for it to clear hidden values."""
-    q, k, v = (normal(2, 327, 1, head_dim) for _ in range(3))
-    lengths: dict[str, Any] = {"q_lengths": np.array([20, 233], np.int32), "kv_lengths": np.array([49, 159], np.int32)}
-    both(place, q, k, v, hidden=slice(159, None), window=(85, 4), **lengths)
-
-
-HIDDEN_TILES: dict[str, dict[str, Any]] = {
-    "causal": {},
-    "sink": {"sink": np.array([0.5, -1], np.float32)},
-    "dropout": {"dropout_p": 0.3, "dropout_seed": 3},
-    "softcap": {"softcap": 2.0, "lse_error": 2 * 2.0**-11},
-    "mask": {"mask": RNG.random((700, 5)) < 0.5},
-    "window": {"window": (2, 3), "causal": False},
-    "lengths": {"kv_lengths": np.array([0, 3], np.int32), "q_lengths": np.array([660, 130], np.int32)},
-    "no keys": {"kv_lengths": np.array([0, 0], np.int32), "causal": False, "sink": np.array([3, -1], np.float32)},
-}
-
-
-@pytest.mark.parametrize("name", HIDDEN_TILES)
-@pytest.mark.parametrize("head_dims", [(128, 128), (40, 59), (256, 256)])
-def test_tiles_of_queries_that_see_no_key(place: Device, head_dims: tuple[int, int], name: str) -> None:
-    """Poisoned results are all written, by whichever warps."""
-    (q, k), v = (normal(2, n, 2, head_dims[0]) for n in (700, 5)), normal(2, 5, 2, head_dims[1])
-    hidden = slice(3, 5) if "kv_lengths" in HIDDEN_TILES[name] else None
-    both(place, q, k, v, hidden=hidden, **{"causal": True} | HIDDEN_TILES[name])
-
-
-@pytest.mark.parametrize("layout", ["whole rows", "heads apart", "rows first", "rows of 2 bytes"])
-@pytest.mark.parametrize(("heads", "head_dim"), [(3, 144), (1, 136), (150, 40), (5, 64), (2, 33)])
-def test_zeros_of_queries_that_see_no_key(place: Device, heads: int, head_dim: int, layout: str) -> None:
-    """Results are zeros in any layout, whatever share of a thread a row is, and nothing is written between rows."""
-    seqlen_q = 400
-    q, k, v = (normal(2, n, heads, head_dim) for n in (seqlen_q, 5, 5))
-    sizes = {
-        "whole rows": (2, seqlen_q, heads, head_dim),
-        "heads apart": (2, seqlen_q, heads, head_dim + 8),
-        "rows first": (2, heads, seqlen_q, head_dim),
-        "rows of 2 bytes": (2, seqlen_q, heads, head_dim + 1),
-    }[layout]
-    whole = np.full(sizes, 7, q.dtype)
-    out = whole.swapaxes(1, 2) if layout == "rows first" else whole[..., :head_dim]
-    sink = RNG.standard_normal(heads).astype(np.float32)
-    options: dict[str, Any] = {"causal": True, "sink": sink}
-    devices.forget_launches()
-    with place.active():
-        there = place.put({"q": rows(q), "k": rows(k), "v": rows(v), "out": out, "whole": whole, **options})
-        memory = there.pop("whole")
-        found, lse, memory = place.get((*cuflash.attention(**there, return_lse=True), memory))
-    assert next(iter(launch._launches.values())).kernel.entry == "forward_sm90"
-    wide = (x.astype(np.float64) for x in (q, k, v))
-    expected, expected_lse = cuflash.attention(*wide, causal=True, sink=sink.astype(np.float64), return_lse=True)
-    assert not found[:, : seqlen_q - 5].any()
-    np.testing.assert_allclose(found.astype(np.float64), expected, atol=4e-3, rtol=4e-3)
-    np.testing.assert_allclose(lse, expected_lse, atol=2e-5, rtol=2e-5)
-    assert (memory[..., head_dim:] == 7).all()
-
-
-@pytest.mark.parametrize("options", [{}, {"sink": np.array([0.5, -1], np.float32)}], ids=["plain", "sink"])
-def test_packed_sequences_with_more_queries_than_keys(place: Device, options: dict[str, Any]) -> None:
-    lengths = {"q": np.array([3, 453, 453, 713], np.int32), "k": np.array([0, 4, 9, 150], np.int32)}
-    q, k, v = normal(720, 2, 64), normal(160, 2, 64), normal(160, 2, 64)
-    devices.forget_launches()
-    with place.active():
-        there = place.put({"q": q, "k": k, "v": v, **{f"cu_seqlens_{x}": n for x, n in lengths.items()}, **options})
-        out, lse = place.get(cuflash.attention_varlen(**there, causal=True, return_lse=True))
-    wide = (x.astype(np.float64) for x in (q, k, v))
-    of = {f"cu_seqlens_{x}": n for x, n in lengths.items()} | {x: n.astype(np.float64) for x, n in options.items()}
-    expected, expected_lse = cuflash.attention_varlen(*wide, **of, causal=True, return_lse=True)
-    np.testing.assert_allclose(out.astype(np.float64), expected, atol=4e-3, rtol=4e-3)
-    np.testing.assert_allclose(lse, expected_lse, atol=2e-5, rtol=2e-5)
-
-
 KEYS_IN_REVERSE: dict[str, dict[str, Any]] = {
     "window": {"window": (130, 10)},
     "to the right": {"window": (0, 200)},
@@ -531,16 +354,6 @@ def test_results_at_any_address(causal: bool) -> None:
             results.append(cuflash.attention(q, k, v, out=out, causal=causal).copy())
         assert [x.kernel.entry for x in launch._launches.values()] == ["forward_sm90"]
     np.testing.assert_array_equal(results[0], results[1])
-
-
-def test_other_layouts_and_dtypes_take_other_kernels() -> None:
-    problem = AttentionProblem(1, 8, 8, 1, 1, 56, 56, "float16")
-    shape = (1, 8, 1, 56)
-    odd = np.zeros((1, 8, 1, 59), np.float16)[..., :56].strides
-    padded = np.zeros((1, 8, 1, 64), np.float16)[..., :56].strides
-    assert sm90_forward.forward(problem, ((odd, shape),) * 3) is None
-    assert sm90_forward.forward(problem, ((padded, shape),) * 3) is not None
-    assert "float32" in reasons.forward_sm90(AttentionProblem(1, 8, 8, 1, 1, 64, 64, "float32"))
 
 
 BIASES: dict[str, Any] = {
