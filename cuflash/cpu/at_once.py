@@ -1,68 +1,240 @@
-"""Plain attention whose scores are one tile, such as a query over a short cache, without tiles and tasks.
+"""Attention of few queries, such as one over a cache, whose scores are computed by two products, without tiles.
 
-These cost some 80 us a call, which is more than the products of such a call take.
+Tiles and tasks cost some 80 us a call and 40 us a block, which is more than the products of short caches take. Here all
+heads and sequences that fit are one part, which costs some 20 us. A part has all keys of its rows, so that no sums are
+carried on.
 """
 
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cuflash.cpu.scores import LOWEST, overflows, widen
-from cuflash.cpu.threads import BLAS_THREADS
-from cuflash.cpu.tiles import fits_one_tile
+from cuflash import reporting
+from cuflash.cpu.pages import gather_pages
+from cuflash.cpu.scores import widen
+from cuflash.cpu.threads import BLAS_THREADS, Workspace, run_tasks
+from cuflash.cpu.tiles import MOST_SCORES, fits_one_tile, most_keys_of_few, most_numbers, num_tasks_of
+from cuflash.cpu.work import Work
 from cuflash.problem.attention_problem import AttentionProblem
 from cuflash.problem.operands import Operands
 
 Array = NDArray[Any]
-_MOST_PROBLEMS = 64
+_MOST_PROBLEMS = 256
+# More rows than these are computed so only where the whole call is one tile.
+FEW_ROWS = 16
+# Other threads wait for the interpreter's lock and for cores, so that these calls need more tasks to gain by them.
+MIN_THREADED_TASKS = 4
+
+
+class Part(NamedTuple):
+    """Some heads of sequences that have the same keys."""
+
+    first: int  # sequence
+    sequences: int
+    keys: slice
+    query: slice  # heads
+    kv: slice
+    size: int  # the number of its scores
+
+
+class Parts(NamedTuple):
+    """The cut of a call, by its sizes and lengths alone."""
+
+    parts: list[Part]
+    parallel: bool
+    empty: list[int]  # the sequences without keys
+
+
+def cut(p: AttentionProblem, kv_lengths: Array | None) -> Parts | None:
+    """Cut a problem into parts; None if it is not one for this module."""
+    if not _is_known(p):
+        return None
+    if kv_lengths is None:
+        return _parts_of_whole(p)
+    return _parts_of_lengths(p, tuple(np.minimum(np.maximum(kv_lengths, 0), p.seqlen_k).tolist()))
 
 
 @functools.lru_cache(maxsize=_MOST_PROBLEMS)
-def can_forward(p: AttentionProblem) -> bool:
-    """Return True if a problem has no option, every query sees every key, and all scores are one tile."""
+def _is_known(p: AttentionProblem) -> bool:
+    """Return True if a problem has no option but a window, lengths of keys and pages, and has few queries."""
     if p.is_empty:
         return False
     sizes = p.batch, p.seqlen_q, p.seqlen_k, p.num_heads_q, p.num_heads_kv, p.head_dim, p.head_dim_v
     plain = AttentionProblem(*sizes, p.dtype, softmax_scale=p.softmax_scale)
-    # The CPU path heeds none of these. A side of a window hides nothing where the first query sees the last key, as a
-    # causal query does that is alone, or the last query the first key.
-    heedless = replace(p, deterministic=None, precision=None, num_splits=None, out_dtype=None)
-    if p.window_right is not None and p.window_right >= p.seqlen_q - 1:
-        heedless = replace(heedless, window_right=None)
-    if p.window_left is not None and p.window_left >= p.seqlen_k - 1:
-        heedless = replace(heedless, window_left=None)
-    return heedless == plain and fits_one_tile(plain)
+    # The CPU path heeds none of the first ones. Each side of a window leaves each query a key.
+    rest = replace(p, deterministic=None, precision=None, num_splits=None, out_dtype=None)
+    if p.window_right is not None and p.window_right >= (0 if p.seqlen_q <= FEW_ROWS else p.seqlen_q - 1):
+        rest = replace(rest, window_right=None)
+    if p.window_left is not None and p.window_left >= (0 if p.seqlen_q <= FEW_ROWS else p.seqlen_k - 1):
+        rest = replace(rest, window_left=None)
+    if p.seqlen_q <= FEW_ROWS:
+        return replace(rest, kv_lengths=False, pages=None) == plain
+    return rest == plain and fits_one_tile(plain)
 
 
-def forward(p: AttentionProblem, o: Operands, out: Array, lse: Array | None) -> Array | None:
+@functools.lru_cache(maxsize=_MOST_PROBLEMS)
+def _parts_of_whole(p: AttentionProblem) -> Parts | None:
+    keys = _seen(p, p.seqlen_k)
+    if keys is None:
+        return None
+    count = keys.stop - keys.start
+    tasks = num_tasks_of(p, count * p.batch)
+    together = _most_together(p, count, tasks)
+    if together <= p.num_heads_kv:
+        return Parts([x for b in range(p.batch) for x in _parts_of_sequence(p, b, keys, together)], _pays(tasks), [])
+    size = p.num_heads_q * p.seqlen_q * count
+    step = _even(p.batch, together // p.num_heads_kv)
+    firsts = [(first, min(step, p.batch - first)) for first in range(0, p.batch, step)]
+    query, kv = slice(0, p.num_heads_q), slice(0, p.num_heads_kv)
+    return Parts([Part(first, own, keys, query, kv, own * size) for first, own in firsts], _pays(tasks), [])
+
+
+@functools.lru_cache(maxsize=_MOST_PROBLEMS)
+def _parts_of_lengths(p: AttentionProblem, lengths: tuple[int, ...]) -> Parts | None:
+    seen = {batch: _seen(p, length) for batch, length in enumerate(lengths) if length}
+    tasks = num_tasks_of(p, sum(keys.stop - keys.start for keys in seen.values() if keys is not None))
+    parts: list[Part] = []
+    for batch, keys in seen.items():
+        if keys is None:
+            return None
+        together = min(p.num_heads_kv, _most_together(p, keys.stop - keys.start, tasks))
+        parts += _parts_of_sequence(p, batch, keys, together)
+    return Parts(parts, _pays(tasks), [batch for batch, length in enumerate(lengths) if not length])
+
+
+def _seen(p: AttentionProblem, length: int) -> slice | None:
+    """Return the keys that the rows of a sequence see; None if they are too many or some row may see none."""
+    hides = p.window_left is not None or (p.window_right is not None and p.window_right < p.seqlen_q - 1)
+    if hides and length < p.seqlen_q:
+        return None
+    first = 0 if p.window_left is None else max(0, length - p.seqlen_q - p.window_left)
+    return slice(first, length) if length - first <= most_keys_of_few(p) else None
+
+
+def _pays(tasks: int) -> bool:
+    return tasks >= MIN_THREADED_TASKS
+
+
+def _most_together(p: AttentionProblem, keys: int, tasks: int) -> int:
+    """Return how many KV heads make a part, at most."""
+    numbers = most_numbers(p, is_copied=p.pages is not None) // (keys * max(p.head_dim, p.head_dim_v))
+    fitting = min(numbers, MOST_SCORES // (keys * p.seqlen_q * p.group_size))
+    return max(1, min(fitting, p.batch * p.num_heads_kv // tasks) if _pays(tasks) else fitting)
+
+
+def _even(count: int, most: int) -> int:
+    """Return the size of parts that are as even as can be."""
+    return -(-count // -(-count // most))
+
+
+def _parts_of_sequence(p: AttentionProblem, batch: int, keys: slice, together: int) -> Iterable[Part]:
+    step, group = _even(p.num_heads_kv, together), p.group_size
+    for first in range(0, p.num_heads_kv, step):
+        stop = min(first + step, p.num_heads_kv)
+        size = (stop - first) * group * p.seqlen_q * (keys.stop - keys.start)
+        yield Part(batch, 1, keys, slice(first * group, stop * group), slice(first, stop), size)
+
+
+def forward(p: AttentionProblem, o: Operands, whole: Parts, out: Array, lse: Array | None) -> Array | None:
     """Write out and, if wanted, lse; return which rows have extreme numbers, like lse, and None where none has.
 
     What such a row holds is not its result, which tiles have. No other row's bits depend on it.
     """
-    by_kv_head = p.batch, p.num_heads_kv, p.group_size * p.seqlen_q
-    q = widen(o.q).swapaxes(1, 2).reshape(*by_kv_head, p.head_dim)
-    k, v = widen(o.k).swapaxes(1, 2), widen(o.v).swapaxes(1, 2)  # (batch, KV heads, keys, dim)
-    with BLAS_THREADS, np.errstate(all="ignore"):
-        scores = np.matmul(q, k.swapaxes(2, 3))  # (batch, KV heads, query heads of each * queries, keys)
-        scores *= p.softmax_scale
-        top = np.maximum.reduce(scores, axis=3, keepdims=True)
-        scores -= np.maximum(top, LOWEST[p.accum_dtype])
-        np.exp(scores, out=scores)
-        total = np.add.reduce(scores, axis=3, keepdims=True)
-        acc = np.matmul(scores, v)
-        extreme = None
-        if np.count_nonzero(total) < total.size or overflows(p, acc):
-            rows = (total[..., 0] == 0) | ~np.isfinite(acc).all(axis=3)
-            extreme = rows.reshape(p.batch, p.num_heads_q, p.seqlen_q)
-        np.divide(acc, total, out=acc)
-        out[...] = acc.reshape(p.batch, p.num_heads_q, p.seqlen_q, -1).swapaxes(1, 2)
+    parts = whole.parts
+    found: list[tuple[Part, Array]] = []
+    for batch in whole.empty:
+        out[batch] = 0
         if lse is not None:
-            np.log(total, out=total)
-            total += top
-            lse[...] = total.reshape(p.batch, p.num_heads_q, p.seqlen_q)
+            lse[batch] = -np.inf
+    if reporting.current() is None and not whole.parallel:
+        with BLAS_THREADS, np.errstate(all="ignore"):
+            for part in parts:
+                extreme = _forward_part(p, o, part, out, lse)
+                if extreme is not None:
+                    found.append((part, extreme))
+    else:
+        work = Work(lambda: sum(part.size for part in parts))
+
+        def task(number: int, workspace: Workspace) -> None:
+            for part in workspace.work.each((parts[number],)):
+                extreme = _forward_part(p, o, part, out, lse)
+                if extreme is not None:
+                    found.append((part, extreme))
+
+        run_tasks(len(parts), task, whole.parallel, work)
+        work.end()
+    if not found:
+        return None
+    rows = np.zeros(p.lse_shape, bool)
+    for part, extreme in found:
+        rows[part.first : part.first + part.sequences, part.query] = extreme
+    return rows
+
+
+def _forward_part(p: AttentionProblem, o: Operands, part: Part, out: Array, lse: Array | None) -> Array | None:
+    """Write the results of a part, and return which of its rows have extreme numbers, (sequences, heads, rows)."""
+    first, count, keys, query, kv, _ = part
+    batches = slice(first, first + count)
+    q = widen(o.q[batches, :, query]).swapaxes(1, 2)
+    by_query_head = q.shape[:3]
+    q = q.reshape(count, kv.stop - kv.start, -1, p.head_dim)
+    if p.pages is None:
+        k, v = o.k[batches, keys, kv], o.v[batches, keys, kv]
+    else:
+        k, v = (gather_pages(p.pages, o, x, first, keys, kv)[None] for x in (o.k, o.v))
+    # Scores are (sequences, KV heads, query heads of each * queries, keys).
+    scores = np.matmul(q, widen(k).transpose(0, 2, 3, 1))
+    scores *= p.softmax_scale
+    if p.seqlen_q > 1 and not (p.window_left is None and p.window_right is None):
+        _hide(p, keys, scores.reshape(*by_query_head, -1))
+    top = np.maximum.reduce(scores, axis=3, keepdims=True)
+    scores -= top  # a row of -inf alone becomes NaN, which is looked for below
+    np.exp(scores, out=scores)
+    total = np.add.reduce(scores, axis=3, keepdims=True)
+    acc = np.matmul(scores, widen(v).swapaxes(1, 2))
+    numbers = acc.reshape(-1)
+    extreme: Array | None = None
+    # A finite sum of squares tells at once that all numbers are finite.
+    if not math.isfinite(np.dot(numbers, numbers)) and not (finite := np.isfinite(acc)).all():
+        extreme = ~finite.all(axis=3).reshape(by_query_head)
+    acc, total = acc.reshape(*by_query_head, -1), total.reshape(*by_query_head, 1)
+    target = out[batches, :, query].swapaxes(1, 2)
+    if target.dtype == acc.dtype:
+        np.divide(acc, total, out=target)
+    else:
+        target[...] = np.divide(acc, total, out=acc)
+    if lse is not None:
+        np.log(total, out=total)
+        total += top.reshape(total.shape)
+        lse[batches, query] = total[..., 0]
     return extreme
+
+
+def _hide(p: AttentionProblem, keys: slice, scores: Array) -> None:
+    """Hide what the window leaves out, of scores (sequences, heads, rows, keys)."""
+    left, right = p.window_left, p.window_right
+    count = keys.stop - keys.start
+    if right is not None and right < p.seqlen_q - 1:
+        hidden = _corner(p.seqlen_q, p.seqlen_q - 1 - right, True, p.accum_dtype)
+        own = scores[..., count - hidden.shape[1] :]
+        own += hidden
+    # The first row of all sees the first of these keys, unless the sequence begins there.
+    if left is not None and (beyond := keys.stop - 1 - left - keys.start) > 0:
+        hidden = _corner(p.seqlen_q, beyond, False, p.accum_dtype)
+        own = scores[..., : hidden.shape[1]]
+        own += hidden
+
+
+@functools.lru_cache(maxsize=_MOST_PROBLEMS)
+def _corner(rows: int, width: int, is_right: bool, dtype: str) -> Array:
+    """Return (rows, width) of 0 and, in the first row's end or else the last row's beginning, -inf."""
+    ones = np.ones((rows, width), bool)
+    hidden = np.triu(ones) if is_right else np.tril(ones, width - rows)
+    return np.where(hidden, np.array(-np.inf, dtype), np.array(0, dtype))

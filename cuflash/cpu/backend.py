@@ -7,7 +7,6 @@ other sums is added in the order of the tasks, whatever the number of cores.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain, product
@@ -37,14 +36,12 @@ __all__ = ["append", "backward", "expect_gradients", "forward", "merge_parts", "
 
 def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Array | None) -> None:
     """Write out and, if wanted, lse, which may have any strides."""
-    if not at_once.can_forward(problem):
+    parts = at_once.cut(problem, operands.kv_lengths)
+    if parts is None:
         _forward_in_tiles(problem, operands, out, lse)
         return
-    work = Work(lambda: math.prod(problem.lse_shape) * problem.seqlen_k)
-    extreme = at_once.forward(problem, operands, out, lse)
-    if extreme is None:
-        work.end()
-    else:
+    extreme = at_once.forward(problem, operands, parts, out, lse)
+    if extreme is not None:
         _again_in_tiles(problem, operands, extreme, out, lse)
 
 

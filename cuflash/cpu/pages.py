@@ -16,16 +16,29 @@ Array = NDArray[Any]
 def places(pages: Pages, operands: Operands, batch: int, key: int, key_stop: int) -> tuple[Array, Array]:
     """Return (pages, rows within them) of a sequence's keys, all of which are in use."""
     keys = np.arange(key, key_stop)
-    table: Any = operands.block_table
-    # Only entries of used keys are read; they are clamped, as they come from the caller.
-    entries = table[batch, keys // pages.page_size]
-    return np.clip(entries, 0, max(pages.num_pages - 1, 0)), keys % pages.page_size
+    return _used_entries(pages, operands, batch, keys // pages.page_size), keys % pages.page_size
 
 
 def gather(pool: Array, at: tuple[Array, Array], heads: slice) -> Array:
     """Gather rows of a pool, (1, keys, KV heads, dim)."""
     rows: Array = pool[:, :, heads][at]
     return rows[None]
+
+
+def gather_pages(pages: Pages, operands: Operands, pool: Array, batch: int, keys: slice, heads: slice) -> Array:
+    """Gather a sequence's keys by whole pages, (keys, KV heads, dim)."""
+    size = pages.page_size
+    first, stop = keys.start // size, -(-keys.stop // size)
+    entries = _used_entries(pages, operands, batch, slice(first, stop))
+    rows = pool[entries, :, heads]
+    return rows.reshape(-1, *rows.shape[2:])[keys.start - first * size : keys.stop - first * size]
+
+
+def _used_entries(pages: Pages, operands: Operands, batch: int, columns: Any) -> Array:
+    """Return entries of the table that are in use, clamped, as they come from the caller."""
+    table: Any = operands.block_table
+    entries: Array = np.minimum(np.maximum(table[batch, columns], 0), max(pages.num_pages - 1, 0))
+    return entries
 
 
 class PoolSums:

@@ -25,6 +25,7 @@ BLOCK_KEYS = 768
 # Few queries make room for more keys in a tile. Its keys (or values) are then at most so many numbers; the second bound
 # is that of 16-bit ones, which are copied to be widened.
 TILE_NUMBERS, TILE_COPIED_NUMBERS = 1 << 20, 1 << 18
+MOST_SCORES = BLOCK_ROWS * BLOCK_KEYS // 2  # of few queries
 # A tile that causal or a window cuts has so many keys, and only the rows that see some of these.
 CUT_KEYS = 192
 # Short sequences share a tile with other heads and sequences, unless that leaves fewer tasks than this ...
@@ -157,21 +158,39 @@ def _lay_out_fixed(p: AttentionProblem, sequences: list[Sequence], num_tasks: in
 
 
 def _num_tasks(p: AttentionProblem, sequences: list[Sequence]) -> int:
-    products = sum(sequence.rows * sequence.keys for sequence in sequences) * p.num_heads_q
-    reads = sum(sequence.keys for sequence in sequences) * p.num_heads_kv
-    work = (products + READ_WORK * reads) * (p.head_dim + p.head_dim_v)
+    scores = sum(sequence.rows * sequence.keys for sequence in sequences)
+    return _tasks_that_pay(p, scores, sum(sequence.keys for sequence in sequences))
+
+
+def _tasks_that_pay(p: AttentionProblem, scores: int, keys: int) -> int:
+    """Return how many tasks have enough to do, with so many scores of a query head and keys of a KV head."""
+    work = (scores * p.num_heads_q + READ_WORK * keys * p.num_heads_kv) * (p.head_dim + p.head_dim_v)
     return max(1, min(MIN_TASKS, work // TASK_WORK))
+
+
+def num_tasks_of(p: AttentionProblem, keys: int) -> int:
+    """Return how many tasks pay where all queries of sequences see so many keys in all."""
+    return _tasks_that_pay(p, p.seqlen_q * keys, keys)
+
+
+def most_numbers(p: AttentionProblem, is_copied: bool) -> int:
+    """Return how many numbers of k or v a tile may have."""
+    return TILE_COPIED_NUMBERS if is_copied or p.dtype != p.accum_dtype else TILE_NUMBERS
 
 
 def _most_rows(p: AttentionProblem) -> int:
     """Return the rows of k or v that are as many numbers as a tile may have."""
-    numbers = TILE_NUMBERS if p.dtype == p.accum_dtype else TILE_COPIED_NUMBERS
-    return max(1, numbers // max(p.head_dim, p.head_dim_v))
+    return max(1, most_numbers(p, is_copied=False) // max(p.head_dim, p.head_dim_v))
+
+
+def most_keys_of_few(p: AttentionProblem) -> int:
+    """Return the keys of a tile of one KV head, which all queries see."""
+    return _most_keys(p, p.seqlen_q * p.group_size, 1)
 
 
 def _most_keys(p: AttentionProblem, columns: int, kv_heads: int) -> int:
     """Return the keys of a tile with so many columns of scores, which are more than usual where queries are few."""
-    return max(BLOCK_KEYS, min(BLOCK_ROWS * BLOCK_KEYS // (2 * columns), _most_rows(p) // kv_heads))
+    return max(BLOCK_KEYS, min(MOST_SCORES // columns, _most_rows(p) // kv_heads))
 
 
 def _head_blocks(p: AttentionProblem, size: int) -> list[Heads]:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import Protocol, TypeVar
 
 from cuflash import reporting
 
-if TYPE_CHECKING:
-    from cuflash.cpu.tiles import Tile
+
+class _HasSize(Protocol):
+    @property
+    def size(self) -> int: ...
+
+
+T = TypeVar("T", bound=_HasSize)
 
 
 class CancelledError(Exception):
@@ -42,7 +47,7 @@ class Work:
         """Let every thread end after the tile that it computes."""
         self._is_cancelled = True
 
-    def each(self, tiles: Iterable[Tile]) -> Iterator[Tile]:
+    def each(self, tiles: Iterable[T]) -> Iterator[T]:
         """Yield the same tiles, each of which counts as done when the next one is asked for."""
         for tile in tiles:
             yield tile

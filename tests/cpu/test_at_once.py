@@ -1,4 +1,4 @@
-"""Plain attention whose scores are one tile is computed without tiles and tasks."""
+"""Attention of few queries is computed without tiles and tasks."""
 
 from __future__ import annotations
 
@@ -22,6 +22,19 @@ def drawn(*shape: int, dtype: str = "float32", seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape, np.float32).astype(dtype_of(dtype))
 
 
+def noted_calls(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray | None]:
+    """Return what calls of `at_once.forward` return from now on."""
+    calls: list[np.ndarray | None] = []
+    forward = at_once.forward
+
+    def noted(*arguments: Any) -> np.ndarray | None:
+        calls.append(forward(*arguments))
+        return calls[-1]
+
+    monkeypatch.setattr(at_once, "forward", noted)
+    return calls
+
+
 @pytest.mark.parametrize(
     ("changes", "can"),
     [
@@ -29,12 +42,18 @@ def drawn(*shape: int, dtype: str = "float32", seed: int = 0) -> np.ndarray:
         ({"window_right": 0}, True),
         ({"seqlen_q": 4, "dtype": "float64", "batch": 2}, True),
         ({"deterministic": True, "precision": "tf32", "num_splits": 2, "out_dtype": "float32"}, True),
-        ({"seqlen_q": 4, "window_right": 0}, False),
-        ({"window_left": 3}, False),
+        ({"seqlen_q": 4, "window_right": 0}, True),
+        ({"window_left": 3}, True),
+        ({"seqlen_q": 4, "seqlen_k": 3}, True),
+        ({"seqlen_q": 4, "seqlen_k": 3, "window_right": 0}, False),
+        ({"seqlen_q": 17, "window_right": 0}, False),
+        ({"seqlen_q": 17, "window_right": 16}, True),
         ({"window_right": -1}, False),
+        ({"batch": 64, "seqlen_k": 4096}, True),
+        ({"seqlen_k": 1 << 20, "window_left": 4000}, True),
         ({"softcap": 5.0}, False),
         ({"sink": True}, False),
-        ({"kv_lengths": True}, False),
+        ({"q_lengths": True}, False),
         ({"split_size": 64}, False),
         ({"seqlen_k": 1 << 20}, False),
         ({"seqlen_q": 4096, "seqlen_k": 4096}, False),
@@ -42,8 +61,8 @@ def drawn(*shape: int, dtype: str = "float32", seed: int = 0) -> np.ndarray:
     ],
 )
 def test_which_problems(changes: dict[str, Any], can: bool) -> None:
-    """No problem with an option that the path heeds, with hidden keys or with more than one tile is computed so."""
-    assert at_once.can_forward(replace(SMALL, **changes)) is can
+    """No problem with an option but a window, with rows that see no key or with too many keys is computed so."""
+    assert (at_once.cut(replace(SMALL, **changes), None) is not None) is can
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
@@ -54,16 +73,9 @@ def test_results(dtype: str, seqlen_q: int, batch: int, monkeypatch: pytest.Monk
     v = drawn(batch, 70, 2, 24, dtype=dtype, seed=2)
     target = np.full((batch, seqlen_q, 12, 24), np.nan, q.dtype)[:, :, ::2]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(at_once, "can_forward", lambda p: False)
+        patch.setattr(at_once, "cut", lambda *_: None)
         expected, expected_lse = cuflash.attention(q, k, v, return_lse=True)
-    calls: list[np.ndarray | None] = []
-    once = at_once.forward
-
-    def noted(*arguments: Any) -> np.ndarray | None:
-        calls.append(once(*arguments))
-        return calls[-1]
-
-    monkeypatch.setattr(at_once, "forward", noted)
+    calls = noted_calls(monkeypatch)
     out, lse = cuflash.attention(q, k, v, out=target, return_lse=True)
     assert calls == [None]
     assert out is target
@@ -106,3 +118,38 @@ def test_progress_is_told() -> None:
         out = cuflash.attention(q, k, k)
     np.testing.assert_array_equal(out, cuflash.attention(q, k, k))
     assert told[-1] == (4 * 33, 4 * 33)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("window", [(None, None), (None, 0), (None, 1), (4, 0), (0, 0), (7, 5), (1000, 1000)])
+@pytest.mark.parametrize("keys", ["whole", "lengths", "pages"])
+def test_windows_lengths_and_pages(
+    keys: str, window: tuple[int | None, int | None], rows: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results are those of the path by tiles, where only keys in use are read, and of sequences without any."""
+    q, k = drawn(4, rows, 6, 16, dtype=dtype), drawn(4, 40, 2, 16, dtype=dtype, seed=1)
+    v = drawn(4, 40, 2, 24, dtype=dtype, seed=2)
+    options: dict[str, Any] = {"window": window, "return_lse": True}
+    if keys != "whole":
+        options["kv_lengths"] = np.array([40, 0, 17, rows], np.int32)
+        for x in (k, v):
+            for length, own in zip(options["kv_lengths"], x, strict=True):
+                own[length:] = np.nan
+    if keys == "pages":
+        table = np.random.default_rng(0).permutation(36).reshape(4, 9).astype(np.int32)  # the last of each is not used
+        pools = [np.full((36, 5, *x.shape[2:]), np.nan, x.dtype) for x in (k, v)]
+        for pool, x in zip(pools, (k, v), strict=True):
+            pool[table[:, :8]] = x.reshape(4, 8, 5, *x.shape[2:])
+        k, v = pools
+        options["block_table"] = np.where(np.arange(9) * 5 < options["kv_lengths"][:, None], table, -7)
+    results = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(at_once, "cut", lambda *_: None)
+        results.append(cuflash.attention(q, k, v, **options))
+    calls = noted_calls(monkeypatch)
+    results.append(cuflash.attention(q, k, v, **options))
+    assert calls == [None]
+    tolerance = {"float64": 1e-14, "float32": 1e-6}.get(dtype, 1e-2)
+    for got, expected in zip(*reversed(results), strict=True):
+        np.testing.assert_allclose(got.astype(float), expected.astype(float), rtol=tolerance, atol=tolerance)
