@@ -8,8 +8,9 @@ carried on.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from cuflash import reporting
 from cuflash.cpu.pages import gather_pages
-from cuflash.cpu.scores import widen
+from cuflash.cpu.scores import ones, widen
 from cuflash.cpu.threads import BLAS_THREADS, Workspace, run_tasks
 from cuflash.cpu.tiles import MOST_SCORES, fits_one_tile, most_keys_of_few, most_numbers, num_tasks_of
 from cuflash.cpu.work import Work
@@ -36,12 +37,18 @@ MIN_THREADED_TASKS = 4
 class Part(NamedTuple):
     """Some heads of sequences that have the same keys."""
 
-    first: int  # sequence
-    sequences: int
+    batches: slice
     keys: slice
     query: slice  # heads
     kv: slice
     size: int  # the number of its scores
+    is_whole: bool  # these are all sequences, heads and keys
+
+    @property
+    def first(self) -> int:
+        """The first sequence."""
+        first: int = self.batches.start
+        return first
 
 
 class Parts(NamedTuple):
@@ -81,32 +88,24 @@ def _is_known(p: AttentionProblem) -> bool:
 
 @functools.lru_cache(maxsize=_MOST_PROBLEMS)
 def _parts_of_whole(p: AttentionProblem) -> Parts | None:
-    keys = _seen(p, p.seqlen_k)
-    if keys is None:
-        return None
-    count = keys.stop - keys.start
-    tasks = num_tasks_of(p, count * p.batch)
-    together = _most_together(p, count, tasks)
-    if together <= p.num_heads_kv:
-        return Parts([x for b in range(p.batch) for x in _parts_of_sequence(p, b, keys, together)], _pays(tasks), [])
-    size = p.num_heads_q * p.seqlen_q * count
-    step = _even(p.batch, together // p.num_heads_kv)
-    firsts = [(first, min(step, p.batch - first)) for first in range(0, p.batch, step)]
-    query, kv = slice(0, p.num_heads_q), slice(0, p.num_heads_kv)
-    return Parts([Part(first, own, keys, query, kv, own * size) for first, own in firsts], _pays(tasks), [])
+    return _parts_of_lengths(p, (p.seqlen_k,) * p.batch)
 
 
 @functools.lru_cache(maxsize=_MOST_PROBLEMS)
 def _parts_of_lengths(p: AttentionProblem, lengths: tuple[int, ...]) -> Parts | None:
-    seen = {batch: _seen(p, length) for batch, length in enumerate(lengths) if length}
-    tasks = num_tasks_of(p, sum(keys.stop - keys.start for keys in seen.values() if keys is not None))
+    seen = {length: _seen(p, length) for length in set(lengths) if length}
+    if None in seen.values():
+        return None
+    keys_of = {length: keys for length, keys in seen.items() if keys is not None}
+    tasks = num_tasks_of(p, sum(keys_of[length].stop - keys_of[length].start for length in lengths if length))
     parts: list[Part] = []
-    for batch, keys in seen.items():
-        if keys is None:
-            return None
-        together = min(p.num_heads_kv, _most_together(p, keys.stop - keys.start, tasks))
-        parts += _parts_of_sequence(p, batch, keys, together)
-    return Parts(parts, _pays(tasks), [batch for batch, length in enumerate(lengths) if not length])
+    batch = 0
+    for length, alike in itertools.groupby(lengths):
+        first, batch = batch, batch + len(list(alike))
+        if length:
+            parts += _parts_of_alike(p, range(first, batch), keys_of[length], tasks)
+    empty = [number for number, length in enumerate(lengths) if not length]
+    return Parts(parts, tasks >= MIN_THREADED_TASKS, empty)
 
 
 def _seen(p: AttentionProblem, length: int) -> slice | None:
@@ -118,28 +117,29 @@ def _seen(p: AttentionProblem, length: int) -> slice | None:
     return slice(first, length) if length - first <= most_keys_of_few(p) else None
 
 
-def _pays(tasks: int) -> bool:
-    return tasks >= MIN_THREADED_TASKS
-
-
-def _most_together(p: AttentionProblem, keys: int, tasks: int) -> int:
-    """Return how many KV heads make a part, at most."""
-    numbers = most_numbers(p, is_copied=p.pages is not None) // (keys * max(p.head_dim, p.head_dim_v))
-    fitting = min(numbers, MOST_SCORES // (keys * p.seqlen_q * p.group_size))
-    return max(1, min(fitting, p.batch * p.num_heads_kv // tasks) if _pays(tasks) else fitting)
-
-
 def _even(count: int, most: int) -> int:
     """Return the size of parts that are as even as can be."""
     return -(-count // -(-count // most))
 
 
-def _parts_of_sequence(p: AttentionProblem, batch: int, keys: slice, together: int) -> Iterable[Part]:
-    step, group = _even(p.num_heads_kv, together), p.group_size
-    for first in range(0, p.num_heads_kv, step):
-        stop = min(first + step, p.num_heads_kv)
-        size = (stop - first) * group * p.seqlen_q * (keys.stop - keys.start)
-        yield Part(batch, 1, keys, slice(first * group, stop * group), slice(first, stop), size)
+def _parts_of_alike(p: AttentionProblem, batches: range, keys: slice, tasks: int) -> Iterator[Part]:
+    """Cut sequences, one behind the other, that have the same keys."""
+    count, group = keys.stop - keys.start, p.group_size
+    numbers = most_numbers(p, is_copied=p.pages is not None) // (count * max(p.head_dim, p.head_dim_v))
+    together = min(numbers, MOST_SCORES // (count * p.seqlen_q * group))  # KV heads
+    if tasks >= MIN_THREADED_TASKS:
+        together = min(together, p.batch * p.num_heads_kv // tasks)
+    heads = _even(p.num_heads_kv, min(max(1, together), p.num_heads_kv))
+    # Sequences in pages are gathered one by one.
+    sequences = 1 if p.pages is not None else _even(len(batches), max(1, together // p.num_heads_kv))
+    is_whole = (sequences, heads, keys) == (p.batch, p.num_heads_kv, slice(0, p.seqlen_k))
+    for first in batches[::sequences]:
+        stop = min(first + sequences, batches.stop)
+        for kv in range(0, p.num_heads_kv, heads):
+            kv_stop = min(kv + heads, p.num_heads_kv)
+            size = (stop - first) * (kv_stop - kv) * group * p.seqlen_q * count
+            query = slice(kv * group, kv_stop * group)
+            yield Part(slice(first, stop), keys, query, slice(kv, kv_stop), size, is_whole)
 
 
 def forward(p: AttentionProblem, o: Operands, whole: Parts, out: Array, lse: Array | None) -> Array | None:
@@ -154,7 +154,7 @@ def forward(p: AttentionProblem, o: Operands, whole: Parts, out: Array, lse: Arr
         if lse is not None:
             lse[batch] = -np.inf
     if reporting.current() is None and not whole.parallel:
-        with BLAS_THREADS, np.errstate(all="ignore"):
+        with BLAS_THREADS:
             for part in parts:
                 extreme = _forward_part(p, o, part, out, lse)
                 if extreme is not None:
@@ -174,46 +174,53 @@ def forward(p: AttentionProblem, o: Operands, whole: Parts, out: Array, lse: Arr
         return None
     rows = np.zeros(p.lse_shape, bool)
     for part, extreme in found:
-        rows[part.first : part.first + part.sequences, part.query] = extreme
+        rows[part.batches, part.query] = extreme
     return rows
 
 
+@np.errstate(all="ignore")  # as a decorator it costs half
 def _forward_part(p: AttentionProblem, o: Operands, part: Part, out: Array, lse: Array | None) -> Array | None:
     """Write the results of a part, and return which of its rows have extreme numbers, (sequences, heads, rows)."""
-    first, count, keys, query, kv, _ = part
-    batches = slice(first, first + count)
-    q = widen(o.q[batches, :, query]).swapaxes(1, 2)
+    q, k, v = o.q, o.k, o.v
+    if p.pages is not None:
+        k, v = (gather_pages(p.pages, o, x, part.first, part.keys, part.kv)[None] for x in (k, v))
+    elif not part.is_whole:
+        k, v = k[part.batches, part.keys, part.kv], v[part.batches, part.keys, part.kv]
+    if not part.is_whole:
+        q, out = q[part.batches, :, part.query], out[part.batches, :, part.query]
+    if p.dtype != p.accum_dtype:
+        q, k, v = widen(q), widen(k), widen(v)
+    q = q.swapaxes(1, 2)
     by_query_head = q.shape[:3]
-    q = q.reshape(count, kv.stop - kv.start, -1, p.head_dim)
-    if p.pages is None:
-        k, v = o.k[batches, keys, kv], o.v[batches, keys, kv]
-    else:
-        k, v = (gather_pages(p.pages, o, x, first, keys, kv)[None] for x in (o.k, o.v))
+    if p.num_heads_q != p.num_heads_kv:
+        q = q.reshape(len(q), k.shape[2], -1, p.head_dim)
     # Scores are (sequences, KV heads, query heads of each * queries, keys).
-    scores = np.matmul(q, widen(k).transpose(0, 2, 3, 1))
+    scores = np.matmul(q, k.transpose(0, 2, 3, 1))
     scores *= p.softmax_scale
     if p.seqlen_q > 1 and not (p.window_left is None and p.window_right is None):
-        _hide(p, keys, scores.reshape(*by_query_head, -1))
+        _hide(p, part.keys, scores.reshape(*by_query_head, -1))
     top = np.maximum.reduce(scores, axis=3, keepdims=True)
     scores -= top  # a row of -inf alone becomes NaN, which is looked for below
     np.exp(scores, out=scores)
-    total = np.add.reduce(scores, axis=3, keepdims=True)
-    acc = np.matmul(scores, widen(v).swapaxes(1, 2))
+    rows = scores.reshape(-1, scores.shape[3])
+    total = np.matmul(rows, ones(rows.shape[1], p.accum_dtype)).reshape(top.shape)  # half the time of NumPy's sum
+    acc = np.matmul(scores, v.swapaxes(1, 2))
     numbers = acc.reshape(-1)
     extreme: Array | None = None
     # A finite sum of squares tells at once that all numbers are finite.
     if not math.isfinite(np.dot(numbers, numbers)) and not (finite := np.isfinite(acc)).all():
         extreme = ~finite.all(axis=3).reshape(by_query_head)
-    acc, total = acc.reshape(*by_query_head, -1), total.reshape(*by_query_head, 1)
-    target = out[batches, :, query].swapaxes(1, 2)
-    if target.dtype == acc.dtype:
+    if p.num_heads_q != p.num_heads_kv:
+        acc, total = acc.reshape(*by_query_head, -1), total.reshape(*by_query_head, 1)
+    target = out.swapaxes(1, 2)
+    if p.result_dtype == p.accum_dtype:
         np.divide(acc, total, out=target)
     else:
         target[...] = np.divide(acc, total, out=acc)
     if lse is not None:
         np.log(total, out=total)
         total += top.reshape(total.shape)
-        lse[batches, query] = total[..., 0]
+        lse[part.batches, part.query] = total[..., 0]
     return extreme
 
 

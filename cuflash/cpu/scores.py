@@ -124,12 +124,13 @@ def like_bias(x: Array, heads: Heads) -> Array:
 def column_sums(scores: Array) -> Array:
     """Sum (KV heads, keys, query heads of each * rows) over keys."""
     # A product is faster, and more exact, than NumPy's sum over this axis.
-    return np.matmul(_ones(scores.shape[1], scores.dtype), scores)[:, 0]
+    return np.matmul(ones(scores.shape[1], scores.dtype)[None], scores)[:, 0]
 
 
 @functools.lru_cache(maxsize=16)
-def _ones(count: int, dtype: np.dtype[Any]) -> Array:
-    return np.ones((1, count), dtype)
+def ones(count: int, dtype: str | np.dtype[Any]) -> Array:
+    """Return so many ones, which sum a matrix by a product."""
+    return np.ones(count, dtype)
 
 
 def column_tops(scores: Array) -> Array:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cuflash import hints
+from cuflash.frontend import on_host
 from cuflash.frontend.call import Backward, Call, Gradients, gradient_function
 from cuflash.frontend.metadata import metadata_of, repeated
 from cuflash.problem.attention_problem import Array
@@ -25,6 +26,9 @@ def _call(inputs: Inputs, options: Mapping[str, Any]) -> Call:
 def forward(inputs: Inputs, options: Mapping[str, Any], out: Array | None, return_lse: bool) -> Any:
     """Return out, or (out, lse)."""
     return_lse = check_bool("return_lse", return_lse)
+    key = on_host.key_of(inputs, options) if out is None and len(inputs) == 3 else None
+    if key is not None:
+        return _forward_on_host(key, inputs, options, return_lse)
     metadata = metadata_of("forward, lse" if return_lse else "forward", inputs, options, (out,))
     results = repeated(metadata)
     if results is not None:
@@ -32,6 +36,16 @@ def forward(inputs: Inputs, options: Mapping[str, Any], out: Array | None, retur
     call = _call(inputs, options)
     result, lse = call.forward(out, return_lse, metadata)
     return result if lse is None else (result, call.release(lse))
+
+
+def _forward_on_host(key: on_host.Key, inputs: Inputs, options: Mapping[str, Any], return_lse: bool) -> Any:
+    """Do as `forward` does with NumPy arrays, without `out`."""
+    results = on_host.forward(key, inputs, options, return_lse)
+    if results is None:
+        call = _call(inputs, options)
+        results = call.forward(None, return_lse)
+        on_host.remember(key, call, inputs, options, results[0].dtype)
+    return results if return_lse else results[0]
 
 
 def backward_from(
