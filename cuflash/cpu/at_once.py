@@ -188,7 +188,8 @@ def _forward_part(p: AttentionProblem, o: Operands, part: Part, out: Array, lse:
         k, v = k[part.batches, part.keys, part.kv], v[part.batches, part.keys, part.kv]
     if not part.is_whole:
         q, out = q[part.batches, :, part.query], out[part.batches, :, part.query]
-    if p.dtype != p.accum_dtype:
+    is_wide = p.dtype == p.accum_dtype
+    if not is_wide:
         q, k, v = widen(q), widen(k), widen(v)
     q = q.swapaxes(1, 2)
     by_query_head = q.shape[:3]
@@ -202,18 +203,16 @@ def _forward_part(p: AttentionProblem, o: Operands, part: Part, out: Array, lse:
     top = np.maximum.reduce(scores, axis=3, keepdims=True)
     scores -= top  # a row of -inf alone becomes NaN, which is looked for below
     np.exp(scores, out=scores)
-    rows = scores.reshape(-1, scores.shape[3])
-    total = np.matmul(rows, ones(rows.shape[1], p.accum_dtype)).reshape(top.shape)  # half the time of NumPy's sum
+    total = np.matmul(scores, ones(scores.shape[3], scores.dtype)[:, None])  # half the time of NumPy's sum
     acc = np.matmul(scores, v.swapaxes(1, 2))
-    numbers = acc.reshape(-1)
     extreme: Array | None = None
     # A finite sum of squares tells at once that all numbers are finite.
-    if not math.isfinite(np.dot(numbers, numbers)) and not (finite := np.isfinite(acc)).all():
+    if not math.isfinite(np.vdot(acc, acc)) and not (finite := np.isfinite(acc)).all():
         extreme = ~finite.all(axis=3).reshape(by_query_head)
     if p.num_heads_q != p.num_heads_kv:
         acc, total = acc.reshape(*by_query_head, -1), total.reshape(*by_query_head, 1)
     target = out.swapaxes(1, 2)
-    if p.result_dtype == p.accum_dtype:
+    if is_wide or p.out_dtype == acc.dtype:
         np.divide(acc, total, out=target)
     else:
         target[...] = np.divide(acc, total, out=acc)

@@ -49,7 +49,7 @@ def key_of(inputs: tuple[Array, ...], options: Mapping[str, Any]) -> Key | None:
             key += (name, kind, x)  # the kind tells apart what compares equal, such as True and 1
         elif name in _ARRAYS and kind is np.ndarray:
             key += (name, x.shape, x.strides, x.dtype)
-        elif kind is tuple:
+        elif name == "window" and kind is tuple:
             key += (name, repr(x))
         else:
             return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -153,3 +155,103 @@ def test_windows_lengths_and_pages(
     tolerance = {"float64": 1e-14, "float32": 1e-6}.get(dtype, 1e-2)
     for got, expected in zip(*reversed(results), strict=True):
         np.testing.assert_allclose(got.astype(float), expected.astype(float), rtol=tolerance, atol=tolerance)
+
+
+SHAPES = [(1, 32, 100, 64), (8, 8, 300, 64), (1, 8, 256, 64), (1, 32, 1024, 128), (4, 16, 4096, 64), (2, 32, 512, 128)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_parts_are_few_and_even(shape: tuple[int, int, int, int], dtype: str) -> None:
+    """Parts read as many numbers as they may, and short calls have no threads."""
+    batch, heads, keys, dim = shape
+    problem = AttentionProblem(batch, 1, keys, heads, heads, dim, dim, dtype)
+    whole = at_once.cut(problem, None)
+    assert whole is not None
+    numbers = batch * heads * keys * dim
+    most = 1 << (20 if dtype == "float32" else 18)
+    assert len(whole.parts) <= 2 * -(-numbers // most)
+    sizes = [part.size * dim for part in whole.parts]
+    assert max(sizes) <= most and sum(sizes) == numbers
+    assert max(sizes) <= 2 * min(sizes)
+    assert whole.parallel is (numbers > 1 << 23)
+
+
+def test_sequences_of_one_length_share_parts() -> None:
+    """Sequences one behind the other are computed together if they have as many keys, and none without keys."""
+    problem = AttentionProblem(7, 1, 100, 4, 4, 8, 8, "float32", kv_lengths=True)
+    whole = at_once.cut(problem, np.array([50, 50, 50, 0, 100, 1000, 7], np.int32))
+    assert whole is not None
+    assert [(part.batches, part.keys) for part in whole.parts] == [
+        (slice(0, 3), slice(0, 50)),
+        (slice(4, 6), slice(0, 100)),
+        (slice(6, 7), slice(0, 7)),
+    ]
+    assert whole.empty == [3]
+
+
+def functions_called(call: Callable[[], Any]) -> int:
+    """Count the functions that a call enters, of Python and of C; NumPy's operations are none."""
+    count = 0
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [
+        ({}, 60),
+        ({"causal": True}, 60),
+        ({"return_lse": True}, 60),
+        ({"kv_lengths": np.array([64], np.int32)}, 70),
+    ],
+)
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2)])
+def test_a_repeated_call_does_little_else(heads: tuple[int, int], options: dict[str, Any], most: int) -> None:
+    """A call that is known again enters few functions: each takes 0.1 us and more, and two short products take 30."""
+    q, k, v = drawn(1, 1, heads[0], 64), drawn(1, 64, heads[1], 64, seed=1), drawn(1, 64, heads[1], 64, seed=2)
+    cuflash.attention(q, k, v, **options)
+    assert functions_called(lambda: cuflash.attention(q, k, v, **options)) <= most
+
+
+def test_a_repeated_call_has_the_same_bits_and_its_own_arrays() -> None:
+    """Calls that are known again read their own arrays, lengths and pages, and are told apart from others."""
+    table, lengths = np.array([[2, 0], [1, 3]], np.int32), np.array([9, 5], np.int32)
+    q, k, v = drawn(2, 2, 4, 8), drawn(4, 5, 2, 8, seed=1), drawn(4, 5, 2, 8, seed=2)
+    options: dict[str, Any] = {"kv_lengths": lengths, "block_table": table, "window": (3, 0), "return_lse": True}
+    first = cuflash.attention(q, k, v, **options)
+    for again in (cuflash.attention(q, k, v, **options), cuflash.attention(q.copy(), k, v, **options)):
+        for x, y in zip(first, again, strict=True):
+            np.testing.assert_array_equal(x, y)
+    del options["return_lse"]
+    changes: list[dict[str, Any]] = [
+        {"block_table": table[::-1].copy()},
+        {"kv_lengths": lengths - 1},
+        {"window": (3, 1)},
+    ]
+    for changed in changes:
+        own = options | changed
+        out, lse = cuflash.attention(q, k, v, return_lse=True, **own)
+        expected = reference.attention(q, k, v, **own)
+        np.testing.assert_allclose(out, expected[0], rtol=2e-6, atol=1e-6)
+        np.testing.assert_allclose(lse, expected[1], rtol=2e-6)
+    options["causal"] = 0  # which equals False
+    with pytest.raises(TypeError, match="causal"):
+        cuflash.attention(q, k, v, **options)
+    del options["causal"]
+    with pytest.raises(TypeError, match="k: expected q's dtype"):
+        cuflash.attention(q, k.astype(np.float64), v, **options)
+    strided = np.concatenate([q, q], axis=3)[..., ::2]
+    for _ in range(2):  # its rows are copied
+        out = cuflash.attention(strided, k, v, **options)
+        np.testing.assert_array_equal(out, cuflash.attention(strided.copy(), k, v, **options))
