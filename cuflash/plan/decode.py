@@ -28,7 +28,7 @@ HANDLES = ("has_window", "has_softcap", "has_alibi", "has_fp8")  # the flags tha
 SMALL_PAGES = 64
 # The kernel runs in place of Hopper's own where its predicted time is less than so much of that one's over rows: over
 # large pages that one takes some percent longer than it is predicted to.
-_SOONER, _SOONER_OVER_PAGES = 0.92, 1.0
+_SOONER, _SOONER_OVER_PAGES = 0.97, 1.0
 _MOST_TILES = 4  # of query heads that share a KV head, each of which reads its keys
 
 # Predictions are in microseconds and of an H200, by 484 times of 24 problems in CUDA graphs (head dims 64 and 128, 1 to
@@ -49,7 +49,7 @@ class _Step(NamedTuple):
 
 _STEPS = {HALF: _Step(0.3, 0.0245, 0.35, 0.3), CODES: _Step(0.6, 0.041, 0.62, 0.56)}
 _ROWS_MORE = 0.3  # of a step's time, for each further eight query heads
-_MERGED_ROW, _MERGED_MEGABYTE = 0.004, 1.0  # merging, besides its launch
+_MERGED_MEGABYTE = 0.5  # merging, besides its launch
 _EQUAL = 0.02  # predictions that differ by less are the same
 _FEWEST_STEPS = 2  # steps of a split: fewer take no shorter than a launch does
 
@@ -199,8 +199,7 @@ def predicted_us(problem: AttentionProblem, config: DecodeConfig, splits: int, n
     full, rest = divmod(blocks, at_once)
     time = _LAUNCH + full * round_us(at_once) + (round_us(rest) if rest else 0)
     if splits > 1:
-        rows = rows_of(problem)
-        time += _MERGED_ROW * rows + merging_us(rows, problem.head_dim_v, splits, _MERGED_MEGABYTE)
+        time += merging_us(rows_of(problem), problem.head_dim_v, splits, _MERGED_MEGABYTE)
     return time
 
 

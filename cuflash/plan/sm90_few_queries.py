@@ -1,10 +1,10 @@
 """Few queries on Hopper: which tile, and how many splits of the keys, by the time that each is predicted to take.
 
-Such a pass reads its keys once and does little else. It takes as long as the memory needs to deliver them, or as the
-busiest multiprocessor needs for its steps, whichever is longer; splits of the keys make more multiprocessors busy, and
-their merging takes time of its own. The host knows the keys' number as a bound: lengths stay on the device, where the
-splits of each sequence share the tiles of keys that it really has, so that the prediction need only be right for the
-longest.
+Such a pass reads its keys once and does little else. Besides a tile's begin and end it takes as long as memory needs to
+deliver them, or as the busiest multiprocessor needs for its steps, whichever is longer; splits of the keys make more
+multiprocessors busy, and their merging takes time of its own. The host knows the keys' number as a bound: lengths stay
+on the device, where the splits of each sequence share the tiles of keys that it really has, so that the prediction need
+only be right for the longest.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SHORTEST_SPLIT = 128  # keys of a split: the bound for few keys is a launch's ti
 _MOST_BLOCKS = 2  # most splits of tiles that a multiprocessor is given
 # Microseconds, fitted to 30 problems in CUDA graphs, drawn at random in log scale (up to 20 sequences, 64 heads and
 # queries, groups, head dims and masks of all kinds), with 5 to 20 tiles and splits each, on an H200: half of the
-# predictions are within 5%, nine of ten within 15%; what is chosen takes 2% more than the best on average, 12% at most.
+# predictions are within 5%, nine of ten within 15%; what is chosen takes at most 9% more than the best.
 _SOONER = 1.5  # a launch takes so much less than one of many queries
 _NEXT_TILE = 3.5  # a tile that a multiprocessor has after another one, whose queries and keys it loads meanwhile
 _MERGED_MEGABYTE = 0.5  # a megabyte of partial results, which few thread blocks write and read
@@ -55,11 +55,11 @@ def predicted_us(problem: AttentionProblem, config: Sm90ForwardConfig, num_split
     seen = keys_seen(problem, config.queries_of_tile(problem))
     steps = math.ceil(math.ceil(seen / config.block_n) / num_splits)
     rounds = math.ceil(_tiles(problem, config) * num_splits / num_sms)
-    computing = rounds * steps * times.step + tile_us(config) + (rounds - 1) * _NEXT_TILE
+    computing = rounds * steps * times.step + (rounds - 1) * _NEXT_TILE
     bytes_of_key = (problem.head_dim + problem.head_dim_v) * HALF_BYTES
     reading = problem.batch * problem.num_heads_kv * seen * bytes_of_key / BYTES_PER_US
     merging = merging_us(rows_of(problem), problem.head_dim_v, num_splits, _MERGED_MEGABYTE)
-    return times.launch - _SOONER + max(computing, reading) + merging
+    return times.launch - _SOONER + max(computing, reading) + tile_us(config) + merging
 
 
 def _numbers_of_splits(problem: AttentionProblem, config: Sm90ForwardConfig, num_sms: int) -> list[int]:

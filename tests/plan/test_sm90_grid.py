@@ -24,7 +24,7 @@ def _no_grid_is_full(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("seqlen_q", "seqlen_k", "parts"),
-    [(1, 127, 1), (1, 1024, 8), (64, 1024, 8), (300, 300, 1), (2048, 2048, 4)],
+    [(1, 127, 1), (1, 1024, 8), (64, 1024, 8), (300, 300, 1), (2048, 2048, 8)],
 )
 def test_keys_are_split_for_few_queries_first(seqlen_q: int, seqlen_k: int, parts: int) -> None:
     problem = AttentionProblem(1, seqlen_q, seqlen_k, 1, 1, 128, 128, "float16")
