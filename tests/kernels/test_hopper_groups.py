@@ -14,11 +14,13 @@ from cpu_device.device import CpuDevice
 from devices import forget_launches
 
 import cuflash
+from cuflash.frontend.partial import Part
 from cuflash.gpu import launch
 from cuflash.gpu import sm90 as gpu_sm90
 from cuflash.plan import sm90_config, sm90_forward, sm90_grid
 from cuflash.plan.listing import problem_of
-from cuflash.problem.attention_problem import AttentionProblem
+from cuflash.problem.attention_problem import AttentionProblem, Place
+from cuflash.problem.options import Options
 
 RNG = np.random.default_rng(0)
 BATCH, QUERIES, KEYS, HEADS, HEADS_KV = 2, 75, 530, 10, 2
@@ -85,3 +87,27 @@ def test_rows_that_see_only_later_keys_than_a_split(head_dim: int) -> None:
             out = cuflash.attention(q, k, v, window=(40, 20), num_splits=num_splits)
             np.testing.assert_allclose(out, expected, atol=4e-3, rtol=4e-3)
     assert any(isinstance(x.kernel, gpu_sm90.Forward) for x in launch._launches.values())
+
+
+@pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
+@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize(
+    ("head_dim", "seqlen", "left"), [(64, 200, 120), (64, 200, 100), (128, 150, 60), (128, 200, 130)]
+)
+def test_rows_whose_window_lies_behind_all_keys(head_dim: int, seqlen: int, left: int, rounded: bool) -> None:
+    """Queries behind the keys, as in a ring: the last ones' windows begin behind these, in their last tile or not."""
+    q, k, v = (gaussian(RNG, (1, seqlen, 2, head_dim), "float16") for _ in range(3))
+    part = q, k, v, Options(window=(left, 0)), Place(first_q=seqlen, first_k=0)
+    forget_launches()
+    with hook.kernels_on(CpuDevice((9, 0), num_sms=3)):
+        out, lse = Part(*part).forward(rounded=rounded)
+    assert any(isinstance(x.kernel, gpu_sm90.Forward) for x in launch._launches.values())
+    whole = [
+        np.concatenate([np.zeros_like(x), x], axis=1) if x is q else np.concatenate([x, x], axis=1) for x in (q, k, v)
+    ]
+    wide = [x.astype(np.float64) for x in whole]
+    mask = np.zeros((2 * seqlen, 2 * seqlen), bool)
+    mask[seqlen:, :seqlen] = True
+    expected, expected_lse = cuflash.attention(*wide, window=(left, 0), mask=mask, return_lse=True)
+    np.testing.assert_allclose(out, expected[:, seqlen:], atol=4e-3, rtol=4e-3)
+    np.testing.assert_allclose(lse, expected_lse[..., seqlen:], atol=1e-5, rtol=1e-5)

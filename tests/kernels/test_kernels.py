@@ -180,7 +180,7 @@ def test_two_processes_compile_at_once() -> None:
     )
     runs = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
     sizes = [int(run.communicate(timeout=120)[0]) for run in runs]
-    assert [run.returncode for run in runs] == [0, 0, 0]
+    assert [run.returncode for run in runs] == [0, 0]
     assert sizes[0] == sizes[1] > 0
 
 

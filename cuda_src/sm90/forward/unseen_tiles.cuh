@@ -31,8 +31,9 @@ DEVICE bool takes_extra_place(bool is_above, bool before_keys) {
   return before_keys == (KEYS_IN_REVERSE ? !is_above : is_above);
 }
 
-// sees_later_keys() tells whether a warpgroup's rows see only keys behind those of the tile, which are a split of them.
-DEVICE bool sees_later_keys(const TileMessage& work, int warpgroup) {
-  if constexpr (HIDES_ANYWHERE || !(SPLITS_KEYS || HAS_WORK_LIST)) return false;
-  return work.own_keys[warpgroup].begin >= work.keys.end;
+// sees_later_keys() tells whether a warpgroup, whose first query this is, would see only keys behind those of the tile:
+// these are a split of them, or its window lies behind all keys, as in a part of an attention.
+DEVICE bool sees_later_keys(const Mask& mask, const TileMessage& work, int query) {
+  if constexpr (HIDES_ANYWHERE || !HAS_WINDOW) return false;
+  return mask.columns(query).begin >= smaller(work.keys.end * BLOCK_N, work.sequence.len_k);
 }
