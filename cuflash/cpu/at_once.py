@@ -28,6 +28,7 @@ from cuflash.problem.operands import Operands
 
 Array = NDArray[Any]
 _MOST_PROBLEMS = 256
+_MOST_LENGTHS = 8  # those of the layers of a step; thousands of sequences have thousands of parts
 # More rows than these are computed so only where the whole call is one tile.
 FEW_ROWS = 16
 # Other threads wait for the interpreter's lock and for cores, so that these calls need more tasks to gain by them.
@@ -91,7 +92,7 @@ def _parts_of_whole(p: AttentionProblem) -> Parts | None:
     return _parts_of_lengths(p, (p.seqlen_k,) * p.batch)
 
 
-@functools.lru_cache(maxsize=_MOST_PROBLEMS)
+@functools.lru_cache(maxsize=_MOST_LENGTHS)
 def _parts_of_lengths(p: AttentionProblem, lengths: tuple[int, ...]) -> Parts | None:
     seen = {length: _seen(p, length) for length in set(lengths) if length}
     if None in seen.values():

@@ -74,7 +74,7 @@ def forward(
     if config is None:
         return ()
     own, num_splits = sm90_grid.for_grid(halves, config, num_sms)
-    if own.has_work_list or problem.result_dtype != problem.dtype:
+    if own.has_work_list or problem.result_dtype != problem.dtype or own.consumers > config.consumers:
         own, num_splits = config, 1
     if num_splits > 1:
         own = replace(own, splits_keys=True, staging_panels=0)

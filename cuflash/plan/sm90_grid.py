@@ -132,7 +132,10 @@ def tiles_of_groups(problem: AttentionProblem) -> tuple[Sm90ForwardConfig, ...]:
     for line in taken(lines_of(problem), asked, MOST_ROWS_OF_HEADS):
         leaves = leaves_registers_to_heads(line.tile, line.head_dim_v)
         if line.takes is PLAIN and leaves and problem.group_size <= line.tile.block_m:
-            tiles.setdefault((line.tile.block_m, line.tile.block_n), replace(config_of(line, asked), pair=1))
+            config = replace(config_of(line, asked), pair=1)
+            # Results in float32 are those of an only split.
+            if may_split_keys(config) or problem.result_dtype == problem.dtype:
+                tiles.setdefault((config.block_m, config.block_n), config)
     return tuple(tiles.values())
 
 

@@ -20,7 +20,7 @@ from cuflash.plan.listing import BLOCK_MASK, FP8_RESULTS, WINDOW, Flags, Pass, p
 from cuflash.plan.sm90_backward import DQ, FEW_SEEN, ROWS, backward
 from cuflash.plan.sm90_backward_config import Sm90BackwardConfig, with_query_splits
 from cuflash.plan.sm90_backward_tiles import NARROW_TABLE, WIDE_TABLE, Sm90BackwardTile
-from cuflash.plan.sm90_config import Sm90ForwardConfig
+from cuflash.plan.sm90_config import Sm90ForwardConfig, may_split_keys
 from cuflash.plan.sm90_tiles import HEAD_DIMS, OWN_COLUMNS
 from cuflash.problem.attention_problem import HALF_DTYPES, AttentionProblem
 from cuflash.problem.fp8 import FP8
@@ -58,7 +58,6 @@ _BIAS, _MASK, _SOFTCAP, _DROPOUT, _ALIBI = (
 _ROWS = sm90_forward.KNOWN_TO_ROWS
 _OF_HEADS: dict[str, Any] = {"seqlen_q": _FEW, "num_heads_q": 4}
 _OF_MANY_HEADS: dict[str, Any] = {"seqlen_q": 2, "num_heads_q": 128}  # a tile of few queries has no room for these
-_OF_GROUPS: dict[str, Any] = {"seqlen_q": 96, "num_heads_q": 4}  # tiles of 192 rows have 48 queries of these heads
 _LARGE_PAGES, _SMALL_PAGES = _pages(128), _pages(1)
 _MANY_SEQUENCES = {"batch": 1 << 12}  # their keys and values take much memory as elements of 16 bits
 _OF_LISTS: dict[str, Any] = {"packed": True, "batch": 16, "seqlen_q": 16 * _FEW, "seqlen_k": 16 * _LONG}
@@ -77,7 +76,6 @@ _KINDS = (
     _Kind(_OF_HEADS, (*_PLAIN, _BIAS, _SOFTCAP, _ROWS)),
     _Kind(_OF_HEADS, (_ROWS,), in_tiles=True, num_sms=_LARGE),
     _Kind(_OF_MANY_HEADS, ((WINDOW,),), num_sms=_LARGE),
-    _Kind(_OF_GROUPS, _PLAIN, num_sms=_LARGE),
     _Kind(_LARGE_PAGES, ((WINDOW,), _SOFTCAP, _ALIBI, KNOWN_TO_ALL)),
     _Kind(_OF_HEADS | _LARGE_PAGES, ((), _MASK), in_tiles=True, num_sms=_LARGE),
     _Kind(_OF_MANY_HEADS | _LARGE_PAGES, ((WINDOW,), _DROPOUT, _BIAS, _ROWS)),
@@ -113,6 +111,15 @@ def _kernels(dims: tuple[int, int], dtype: str) -> Iterator[tuple[Sm90ForwardCon
         yield _kernels_of(problem_of(dtype, *dims, flags), False, False, _FILLED, by_tma=False)
 
 
+def _group_kernels(dims: tuple[int, int], dtype: str) -> Iterator[tuple[Sm90ForwardConfig, ...]]:
+    """Yield the kernels whose tiles have rows of the heads of a group, with keys whole or split."""
+    for flags in _PLAIN:
+        for config in sm90_grid.tiles_of_groups(replace(problem_of(dtype, *dims, flags), num_heads_q=4)):
+            yield (config,)
+            if may_split_keys(config):
+                yield (replace(config, splits_keys=True, staging_panels=0),)
+
+
 def _plain_kernels(dims: tuple[int, int], dtype: str) -> Iterator[tuple[Sm90ForwardConfig, ...]]:
     """Yield the kernels without options of a problem's own head dims, which need not be those of a class."""
     for flags, keys in product(_PLAIN, (_SHORT, _LONG)):
@@ -122,7 +129,7 @@ def _plain_kernels(dims: tuple[int, int], dtype: str) -> Iterator[tuple[Sm90Forw
 def of_forward() -> Iterator[Pass]:
     """Yield the forward kernels on 16 bits, each once; of narrower head dims than a class has only those of its own."""
     for dims, dtype in product(HEAD_DIMS, HALF_DTYPES):
-        yield from passes_of(dict.fromkeys(_kernels(dims, dtype)), dtype)
+        yield from passes_of(dict.fromkeys((*_kernels(dims, dtype), *_group_kernels(dims, dtype))), dtype)
     for columns, dtype in product(OWN_COLUMNS, HALF_DTYPES):
         yield from passes_of(dict.fromkeys(_plain_kernels((columns, columns), dtype)), dtype)
 

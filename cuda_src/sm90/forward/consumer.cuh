@@ -101,7 +101,7 @@ struct Consumer {
         warpgroup(warpgroup),
         first_row(first_row),
         row(row),
-        blocks(work, HIDES_ANYWHERE ? work.keys : work.own_keys[warpgroup]),
+        blocks(work, HIDES_ANYWHERE || VISITS_ALL_KEYS ? work.keys : work.own_keys[warpgroup]),
         row_group(warpgroup + work.first_row_group()) {}
 
   // begin() takes the queries, and the first tile of keys.

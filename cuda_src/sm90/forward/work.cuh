@@ -121,6 +121,10 @@ DEVICE int fill_last_tile(Sequence& s) {
   return skipped;
 }
 
+// VISITS_ALL_KEYS: each warpgroup visits all keys of the tile, as with rows of heads the thread that would find those
+// of three has too few registers.
+constexpr bool VISITS_ALL_KEYS = PACKS_HEADS && CONSUMERS > 2;
+
 // TileMessage is what the scheduler hands to the warpgroups: a tile; whether no key is visible to it (known with a
 // block mask); whether it is a recheck of a tile whose result was not finite (hidden_values.cuh); and the tiles of keys
 // that the whole tile and each warpgroup see.
@@ -136,11 +140,7 @@ struct TileMessage : SplitWork {
     if constexpr (SKIPS_ROWS) skipped = fill_last_tile(sequence);
     const Blocks blocks = blocks_of_split(p, *this, rows);
     keys = {blocks.block, blocks.end};
-    if constexpr (!HIDES_ANYWHERE && PACKS_HEADS && HAS_WINDOW && CONSUMERS > 2) {
-      // Beside three warpgroups this thread has too few registers to look at the windows of each.
-#pragma unroll
-      for (KeyRange& own : own_keys) own = keys;
-    } else if constexpr (!HIDES_ANYWHERE && PACKS_HEADS) {
+    if constexpr (!HIDES_ANYWHERE && PACKS_HEADS && !VISITS_ALL_KEYS) {
 #pragma unroll 1
       for (int warpgroup = 0; warpgroup < CONSUMERS; warpgroup++) {
         const int row = tile * BLOCK_M + warpgroup * ROWS_OF_WARPGROUP, first = rows.query(row, sequence.rows_q);
@@ -150,7 +150,7 @@ struct TileMessage : SplitWork {
         const int end = last < first ? 0 : range_of_keys(p, sequence, last, 1, BLOCK_N).end;
         own_keys[warpgroup] = {larger(begin, keys.begin), smaller(end, keys.end)};
       }
-    } else if constexpr (!HIDES_ANYWHERE) {
+    } else if constexpr (!HIDES_ANYWHERE && !VISITS_ALL_KEYS) {
 #pragma unroll 1
       for (int warpgroup = 0; warpgroup < CONSUMERS; warpgroup++) {
         const int row_group = (tile * PAIR + rank()) * CONSUMERS + warpgroup;

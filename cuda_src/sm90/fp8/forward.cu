@@ -83,7 +83,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings
 #pragma unroll
     for (int e = 0; e < HEAD_DIM_V / 2; e++) out[e] = 0;
     const KeyRange keys = work.keys;
-    const KeyRange seen = HIDES_ANYWHERE ? keys : work.own_keys[warpgroup];
+    const KeyRange seen = HIDES_ANYWHERE || VISITS_ALL_KEYS ? keys : work.own_keys[warpgroup];
     // skip() releases tiles of keys that this warpgroup does not see, and takes its places in the order.
     const auto skip = [&](int from, int to) {
 #pragma unroll 1
