@@ -242,6 +242,6 @@ def _hide(p: AttentionProblem, keys: slice, scores: Array) -> None:
 @functools.lru_cache(maxsize=_MOST_PROBLEMS)
 def _corner(rows: int, width: int, is_right: bool, dtype: str) -> Array:
     """Return (rows, width) of 0 and, in the first row's end or else the last row's beginning, -inf."""
-    ones = np.ones((rows, width), bool)
-    hidden = np.triu(ones) if is_right else np.tril(ones, width - rows)
+    corner = np.ones((rows, width), bool)
+    hidden = np.triu(corner) if is_right else np.tril(corner, width - rows)
     return np.where(hidden, np.array(-np.inf, dtype), np.array(0, dtype))

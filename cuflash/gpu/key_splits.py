@@ -10,7 +10,7 @@ from cuflash.cuda import device as cuda_device
 from cuflash.gpu.kernels import load
 from cuflash.gpu.launch import Kernel, Work
 from cuflash.gpu.params import Arrays, num_key_splits
-from cuflash.gpu.portable import WithoutTiles
+from cuflash.gpu.portable import WithoutTiles, constants_of_types
 from cuflash.hardware import ALIGNMENT, WARP
 from cuflash.plan.config import KernelConfig
 from cuflash.plan.portable import types_of
@@ -21,7 +21,7 @@ _WARPS = _THREADS // WARP
 
 
 class AtOnce(NamedTuple):
-    """What a warp loads together, 16 bytes a lane each; the more that is, the fewer warps run at once."""
+    """A warp loads so much together, 16 bytes a lane each; the more that is, the fewer warps run at once."""
 
     splits: int
     rows: int
@@ -36,8 +36,11 @@ AT_ONCE = {
 
 def constants_of(config: KernelConfig, at_once: AtOnce) -> dict[str, str | int]:
     """Return the constants of around/merge_splits.cu, which knows no options."""
-    types = {name: getattr(config, name) for name in ("element", "accum", "bias_element")}
-    return types | {"threads": _THREADS, "splits_at_once": at_once.splits, "rows_at_once": at_once.rows}
+    return constants_of_types(config) | {
+        "threads": _THREADS,
+        "splits_at_once": at_once.splits,
+        "rows_at_once": at_once.rows,
+    }
 
 
 @dataclass(frozen=True)

@@ -79,13 +79,17 @@ class WithoutTiles(Kernel):
     visits_tiles = False
 
 
+def constants_of_types(config: KernelConfig) -> dict[str, str | int]:
+    """Return the types of a configuration, which are all that kernels without options know of it."""
+    return {name: getattr(config, name) for name in ("element", "accum", "bias_element")}
+
+
 def constants_of_sums(config: KernelConfig, slope_keys: int = 0) -> dict[str, str | int]:
     """Return the constants of around/reduce.cu, whose kernels know no options.
 
     `slope_keys` are those of `SlopeSums`.
     """
-    types = {name: getattr(config, name) for name in ("element", "accum", "bias_element")}
-    return types | {"threads": _SUM_THREADS, "slope_keys": slope_keys}
+    return constants_of_types(config) | {"threads": _SUM_THREADS, "slope_keys": slope_keys}
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,7 @@ def forward(
     if config is None:
         return ()
     own, num_splits = sm90_grid.for_grid(halves, config, num_sms)
+    # Codes leave no registers to rows of several heads in tiles of a third warpgroup.
     if own.has_work_list or problem.result_dtype != problem.dtype or own.consumers > config.consumers:
         own, num_splits = config, 1
     if num_splits > 1:

@@ -41,7 +41,7 @@ _PAGES_TO_LOAD = {1: (80, 248), 2: (72, 216)}
 _MOST_PLAIN_ROWS = 128  # beside tiles of more rows a thread that loads has 32 registers
 # Rows of several heads leave registers for so many rows where there are no options, and where a thread has so many of a
 # tile's numbers at most beside its 160 registers: scores, their weights in 16 bits, and results.
-MOST_ROWS_OF_HEADS = 192
+_MOST_ROWS_OF_HEADS = 192
 _MOST_NUMBERS = 128
 # A thread computes powers in groups of four, two in each of its rows.
 _POWERS_AT_ONCE = 4
@@ -114,17 +114,18 @@ class Asked(NamedTuple):
     words: frozenset[str]  # what it is like, in words of `sm90_tiles`
 
 
-def leaves_registers(tile: Sm90Tile, words: frozenset[str], most_rows: int = _MOST_PLAIN_ROWS) -> bool:
+def leaves_registers(tile: Sm90Tile, words: frozenset[str]) -> bool:
     """Return True if a tile leaves registers to load pages with, and to the rows of several heads, if there are any."""
-    is_full = tile.query_steps_in_registers > 0 or tile.block_m > most_rows
+    is_full = tile.query_steps_in_registers > 0 or tile.block_m > _MOST_PLAIN_ROWS
     return words.isdisjoint((HEADS, PAGES)) or not is_full
 
 
-def leaves_registers_to_heads(tile: Sm90Tile, head_dim_v: int) -> bool:
-    """Return True if a tile without options leaves registers to rows of several heads."""
-    numbers_of_row = tile.block_n * 3 // 2 + head_dim_v
+def leaves_registers_to_heads(record: Record[Sm90Tile]) -> bool:
+    """Return True if the tile of a record, without options, leaves registers to rows of several heads."""
+    tile = record.tile
+    numbers_of_row = tile.block_n * 3 // 2 + record.head_dim_v
     few = tile.block_m <= _MOST_PLAIN_ROWS or numbers_of_row * ROWS_OF_WARPGROUP <= _MOST_NUMBERS * WARPGROUP
-    return few and tile.block_m <= MOST_ROWS_OF_HEADS
+    return few and tile.block_m <= _MOST_ROWS_OF_HEADS and tile.query_steps_in_registers == 0
 
 
 def may_split_keys(config: Sm90ForwardConfig) -> bool:

@@ -7,7 +7,7 @@ where a grid does not fill the GPU.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -57,16 +57,16 @@ def lines_of(problem: AttentionProblem) -> tuple[Line, ...]:
     return of_own_columns(tiles.FORWARD, problem.head_dim, problem.head_dim_v)
 
 
-def taken(lines: Sequence[Line], asked: Asked, *most_rows: int) -> tuple[Line, ...]:
+def taken(lines: Sequence[Line], asked: Asked, fits: Callable[[Line], bool] | None = None) -> tuple[Line, ...]:
     """Return the lines that take what is asked for, the fastest first, which is their order in the table.
 
-    `most_rows` are those of `leaves_registers`.
+    `fits` tells whether a line leaves registers; without it `leaves_registers` does.
     """
 
-    def fits(line: Line) -> bool:
-        return leaves_registers(line.tile, asked.words, *most_rows)
+    def leaves(line: Line) -> bool:
+        return leaves_registers(line.tile, asked.words)
 
-    return taken_of(lines, without_window(asked.flags) | asked.words, HOPPER, fits, lambda line: 0)
+    return taken_of(lines, without_window(asked.flags) | asked.words, HOPPER, fits or leaves, lambda line: 0)
 
 
 def asked_of(

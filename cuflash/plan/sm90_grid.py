@@ -15,7 +15,6 @@ from cuflash.plan.config import flags_of, has_plain_scale, without_window
 from cuflash.plan.key_splits import EQUAL
 from cuflash.plan.record import PLAIN
 from cuflash.plan.sm90_config import (
-    MOST_ROWS_OF_HEADS,
     Asked,
     Sm90ForwardConfig,
     config_of,
@@ -129,9 +128,8 @@ def tiles_of_groups(problem: AttentionProblem) -> tuple[Sm90ForwardConfig, ...]:
         problem.dtype, None, flags, words_in({PLAIN_SCORES: True, WINDOW: bool(flags), MANY: True, HEADS: True})
     )
     tiles: dict[tuple[int, int], Sm90ForwardConfig] = {}
-    for line in taken(lines_of(problem), asked, MOST_ROWS_OF_HEADS):
-        leaves = leaves_registers_to_heads(line.tile, line.head_dim_v)
-        if line.takes is PLAIN and leaves and problem.group_size <= line.tile.block_m:
+    for line in taken(lines_of(problem), asked, leaves_registers_to_heads):
+        if line.takes is PLAIN and problem.group_size <= line.tile.block_m:
             config = replace(config_of(line, asked), pair=1)
             # Results in float32 are those of an only split.
             if may_split_keys(config) or problem.result_dtype == problem.dtype:
