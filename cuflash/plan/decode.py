@@ -26,9 +26,8 @@ __all__ = ["ENTRY"]
 HANDLES = ("has_window", "has_softcap", "has_alibi", "has_fp8")  # the flags that the kernel knows
 # Hopper's own kernel copies boxes of TMA from pages: with smaller ones than this it waits for the copies' number.
 SMALL_PAGES = 64
-# The kernel runs in place of Hopper's own where its predicted time is less than so much of that one's over rows: over
-# large pages that one takes some percent longer than it is predicted to.
-_SOONER, _SOONER_OVER_PAGES = 0.97, 1.0
+# The kernel runs in place of Hopper's own where its predicted time is less than so much of that one's.
+_SOONER = 0.97
 _MOST_TILES = 4  # of query heads that share a KV head, each of which reads its keys
 
 # Predictions are in microseconds and of an H200, by 484 times of 24 problems in CUDA graphs (head dims 64 and 128, 1 to
@@ -159,8 +158,7 @@ def is_sooner(problem: AttentionProblem, num_sms: int, *place: Any) -> bool:
     if not found or (problem.pages is not None and problem.pages.page_size < SMALL_PAGES):
         return bool(found)
     own = sm90_grid.few_queries_us(problem, num_sms)
-    share = _SOONER if problem.pages is None else _SOONER_OVER_PAGES
-    return own is not None and found[0].predicted_us < share * own
+    return own is not None and found[0].predicted_us < _SOONER * own
 
 
 def num_splits(problem: AttentionProblem, config: DecodeConfig, num_sms: int) -> int:

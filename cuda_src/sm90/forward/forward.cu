@@ -64,9 +64,9 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings
     // takes_place() tells whether rows without keys take their extra place in the order before or behind the others'
     // keys.
     const auto takes_place = [&](bool before_keys) {
-      if (!tile.blocks.done() || all.done()) return false;
       const int query = rows.query(first_row, s.rows_q);
-      return takes_extra_place(query < s.len_q && !sees_later_keys(scores.mask, work, query), before_keys);
+      const bool is_above = query < s.len_q && !sees_later_keys(scores.mask, work, query);
+      return takes_extra_place(is_above, before_keys) && tile.blocks.done() && !all.done();
     };
     if (takes_place(true)) order.pass();
     skip_key_tiles(rings, order, hidden, all.next, tile.blocks.done() ? all.end : tile.blocks.next);
