@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from cuflash.gpu import key_splits
 from cuflash.gpu.launch import Kernel, Work, batch_heads
 from cuflash.gpu.params import Arrays, num_key_splits
-from cuflash.plan import decode
-from cuflash.plan.decode import DecodeConfig
+from cuflash.plan.decode import kernels as decode
+from cuflash.plan.decode.kernels import DecodeConfig
 from cuflash.problem.attention_problem import AttentionProblem
 
 

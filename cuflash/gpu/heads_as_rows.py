@@ -1,13 +1,13 @@
 """One query of many heads seen as many queries of few heads, so that a KV head's keys are read once for its group.
 
 An only query's heads lie behind each other with one stride, as queries do: the query heads of a KV head can be the rows
-of one tile by strides alone, and a kernel need not know. `plan.sm80_splits.heads_are_rows` says for which options.
+of one tile by strides alone, and a kernel need not know. `plan.sm80.splits.heads_are_rows` says for which options.
 """
 
 from __future__ import annotations
 
 from cuflash.gpu.params import Arrays
-from cuflash.plan.sm80_splits import with_heads_as_rows
+from cuflash.plan.sm80.splits import with_heads_as_rows
 from cuflash.problem.attention_problem import Array, AttentionProblem
 
 _OF_QUERIES = ("q", "q_scale", "out", "out_splits")  # (batch, 1, num_heads_q, ...)

@@ -17,7 +17,7 @@ from cuflash.kept import kept
 from cuflash.masks import store
 from cuflash.plan.config import KernelConfig
 from cuflash.plan.entries import file_of, function_of
-from cuflash.plan.portable import SIDE
+from cuflash.plan.portable.kernels import SIDE
 from cuflash.rules.form import NO_RULES, Rules
 from cuflash.rules.to_cuda import EMPTY, HEADER, functions_of
 

@@ -13,7 +13,7 @@ from cuflash.gpu.params import Arrays, num_key_splits
 from cuflash.gpu.portable import WithoutTiles, constants_of_types
 from cuflash.hardware import ALIGNMENT, WARP
 from cuflash.plan.config import KernelConfig
-from cuflash.plan.portable import types_of
+from cuflash.plan.portable.kernels import types_of
 from cuflash.problem.attention_problem import AttentionProblem
 
 _THREADS = 256

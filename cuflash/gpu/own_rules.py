@@ -12,7 +12,7 @@ from cuflash.gpu.launch import Work
 from cuflash.gpu.params import MOST_AXES, Arrays, begins_of_operands, folded_axes
 from cuflash.gpu.portable import Tiles, WithoutTiles
 from cuflash.plan.config import CPP_TYPES
-from cuflash.plan.portable import plan, types_of
+from cuflash.plan.portable.kernels import plan, types_of
 from cuflash.problem.attention_problem import Array, AttentionProblem
 from cuflash.rules.expression import loads_of
 

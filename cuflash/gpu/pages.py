@@ -16,8 +16,8 @@ from cuflash.gpu.launch import Work
 from cuflash.gpu.params import Arrays
 from cuflash.gpu.portable import WithoutTiles, constants_of_sums
 from cuflash.plan.config import KernelConfig
-from cuflash.plan.portable import types_of
-from cuflash.plan.sm80_forward import dtypes
+from cuflash.plan.portable.kernels import types_of
+from cuflash.plan.sm80.forward import dtypes
 from cuflash.problem.attention_problem import Array, AttentionProblem
 
 _THREADS = 256  # threads of a thread block

@@ -16,7 +16,7 @@ from cuflash.gpu.launch import ExtraArguments
 from cuflash.gpu.params import SCORE_TENSORS, Arrays, word_of
 from cuflash.hardware import ALIGNMENT, SWIZZLE_BYTES
 from cuflash.kept import Kept
-from cuflash.plan import sm90_forward
+from cuflash.plan.sm90 import forward as sm90_forward
 from cuflash.problem.attention_problem import Array, AttentionProblem
 
 _COUNTER_WORD = word_of("tile_counter")

@@ -12,7 +12,7 @@ from cuflash.gpu.params import Arrays, num_splits
 from cuflash.hardware import WARP
 from cuflash.plan.config import KernelConfig
 from cuflash.plan.entries import key_results
-from cuflash.plan.portable import PortableConfig, key_kernels, plan, types_of
+from cuflash.plan.portable.kernels import PortableConfig, key_kernels, plan, types_of
 from cuflash.problem.attention_problem import Array, AttentionProblem
 
 _FILE = "around/reduce"

@@ -22,7 +22,7 @@ from cuflash.hardware import WARP, WARPGROUP
 from cuflash.kept import Kept
 from cuflash.masks.on_device import LIST_TILES
 from cuflash.masks.store import CANONICAL, num_blocks
-from cuflash.plan.portable import types_of
+from cuflash.plan.portable.kernels import types_of
 from cuflash.problem.attention_problem import AttentionProblem
 from cuflash.rules.expression import in_order
 from cuflash.rules.form import Rules

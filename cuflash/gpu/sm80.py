@@ -1,4 +1,4 @@
-"""Launches of the kernels by mma.sync, for both passes on 16 bits (`plan.sm80_*`) and on wide elements."""
+"""Launches of the kernels by mma.sync, for both passes on 16 bits (`plan.sm80`) and on wide elements."""
 
 from __future__ import annotations
 
@@ -13,10 +13,15 @@ from cuflash.gpu import portable as gpu_portable
 from cuflash.gpu import split as gpu_split
 from cuflash.gpu.launch import Kernel, Work, batch_heads, num_tiles
 from cuflash.gpu.params import Arrays, num_key_splits
-from cuflash.plan import sm80_backward, sm80_forward, sm80_fp8, sm80_kinds, sm80_splits, sm80_wide
 from cuflash.plan.record import Capability
-from cuflash.plan.sm80_backward import DQ, MAIN, ROWS, Sm80BackwardConfig
-from cuflash.plan.sm80_forward import Sm80QueryConfig
+from cuflash.plan.sm80 import backward as sm80_backward
+from cuflash.plan.sm80 import forward as sm80_forward
+from cuflash.plan.sm80 import fp8 as sm80_fp8
+from cuflash.plan.sm80 import kinds as sm80_kinds
+from cuflash.plan.sm80 import splits as sm80_splits
+from cuflash.plan.sm80 import wide as sm80_wide
+from cuflash.plan.sm80.backward import DQ, MAIN, ROWS, Sm80BackwardConfig
+from cuflash.plan.sm80.forward import Sm80QueryConfig
 from cuflash.problem.attention_problem import AttentionProblem
 
 

@@ -1,4 +1,4 @@
-"""Launches of both passes on 16 bits on Hopper (`plan.sm90_*`)."""
+"""Launches of both passes on 16 bits on Hopper (`plan.sm90`)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ from cuflash.gpu.params import SCORE_TENSORS, Arrays, num_key_splits
 from cuflash.gpu.persistent import Box, Persistent
 from cuflash.gpu.portable import WithoutTiles, slope_sums
 from cuflash.hardware import ALIGNMENT, HALF_BYTES, WARP
-from cuflash.plan import sm90_backward, sm90_codes, sm90_forward, sm90_grid, sm90_order
-from cuflash.plan.sm90_backward_config import Sm90BackwardConfig, with_query_splits
-from cuflash.plan.sm90_config import Sm90ForwardConfig
-from cuflash.plan.sm90_forward import Layout
-from cuflash.plan.sm90_query_splits import WHOLE_QUERIES, QuerySplits, in_order, splits_of
+from cuflash.plan.sm90 import backward as sm90_backward
+from cuflash.plan.sm90 import codes as sm90_codes
+from cuflash.plan.sm90 import forward as sm90_forward
+from cuflash.plan.sm90 import grid as sm90_grid
+from cuflash.plan.sm90 import order as sm90_order
+from cuflash.plan.sm90.backward_config import Sm90BackwardConfig, with_query_splits
+from cuflash.plan.sm90.config import Sm90ForwardConfig
+from cuflash.plan.sm90.forward import Layout
+from cuflash.plan.sm90.query_splits import WHOLE_QUERIES, QuerySplits, in_order, splits_of
 from cuflash.problem.attention_problem import Array, AttentionProblem
 
 # The kernel before the gradients ends sooner by itself on all multiprocessors if there are no more query tiles.

@@ -1,4 +1,4 @@
-"""Launches of Hopper's forward kernel on e4m3 codes (`plan.sm90_fp8`)."""
+"""Launches of Hopper's forward kernel on e4m3 codes (`plan.sm90.fp8`)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from cuflash.gpu import key_splits
 from cuflash.gpu.launch import Kernel, Work
 from cuflash.gpu.params import Arrays, num_key_splits
 from cuflash.gpu.persistent import Box, Persistent
-from cuflash.plan import sm90_fp8, sm90_order
-from cuflash.plan.sm90_fp8 import Sm90Fp8Config
+from cuflash.plan.sm90 import fp8 as sm90_fp8
+from cuflash.plan.sm90 import order as sm90_order
+from cuflash.plan.sm90.fp8 import Sm90Fp8Config
 from cuflash.problem.attention_problem import AttentionProblem
 from cuflash.problem.fp8 import SCALES
 

@@ -23,9 +23,10 @@ from cuflash.gpu.persistent import KeptMaps, TileCounter
 from cuflash.gpu.portable import WithoutTiles
 from cuflash.gpu.split_layout import OPERANDS, ROW_ALIGNMENT
 from cuflash.hardware import FLOAT_BYTES, HALF_BYTES, PANEL, SWIZZLE_BYTES, whole_rows
-from cuflash.plan import sm80_wide, sm90_order
-from cuflash.plan import split as plan_split
 from cuflash.plan.entries import file_of, key_results
+from cuflash.plan.sm80 import wide as sm80_wide
+from cuflash.plan.sm90 import order as sm90_order
+from cuflash.plan.split import kernels as plan_split
 from cuflash.problem.attention_problem import Array, AttentionProblem
 
 ROWS, CHANNELS = "split_rows", "split_channels"

@@ -15,11 +15,11 @@ from cuflash.gpu.kernels import constants_of, load
 from cuflash.gpu.launch import ExtraArguments, Work, num_tiles
 from cuflash.gpu.params import Arrays
 from cuflash.gpu.portable import WithoutTiles
-from cuflash.plan import sm90_mixed
 from cuflash.plan.config import KernelConfig
-from cuflash.plan.portable import types_of
-from cuflash.plan.sm90_config import Sm90ForwardConfig
-from cuflash.plan.sm90_few_queries import SHORTEST_SPLIT
+from cuflash.plan.portable.kernels import types_of
+from cuflash.plan.sm90 import mixed as sm90_mixed
+from cuflash.plan.sm90.config import Sm90ForwardConfig
+from cuflash.plan.sm90.few_queries import SHORTEST_SPLIT
 from cuflash.problem.attention_problem import AttentionProblem
 
 _THREADS = 256  # threads of a thread block of either kernel

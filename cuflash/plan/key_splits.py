@@ -23,7 +23,7 @@ class Merge(NamedTuple):
     megabyte: float  # a megabyte of partial results
 
 
-_MERGE = Merge(2.5, 0.4)  # fitted to the times of `sm90_times`
+_MERGE = Merge(2.5, 0.4)  # fitted to the times of `sm90.times`
 
 
 def merging_us(rows: int, head_dim_v: int, num_splits: int, megabyte_us: float = _MERGE.megabyte) -> float:

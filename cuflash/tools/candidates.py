@@ -23,15 +23,20 @@ from cuflash.gpu.kernels import source_of
 from cuflash.gpu.launch import Kernel, Work
 from cuflash.gpu.trial import Place
 from cuflash.hardware import ALIGNMENT, capability_of, num_sms, smem_limit
-from cuflash.plan import decode, sm80_times, sm90_few_queries, sm90_forward, sm90_grid, sm90_times
 from cuflash.plan.config import KernelConfig
-from cuflash.plan.decode import DecodeConfig
+from cuflash.plan.decode import kernels as decode
+from cuflash.plan.decode.kernels import DecodeConfig
 from cuflash.plan.entries import file_of
 from cuflash.plan.record import Record
-from cuflash.plan.sm80_backward import Sm80BackwardConfig
-from cuflash.plan.sm80_forward import Sm80QueryConfig
-from cuflash.plan.sm80_kinds import PARTS_OF
-from cuflash.plan.sm90_config import Sm90ForwardConfig
+from cuflash.plan.sm80 import times as sm80_times
+from cuflash.plan.sm80.backward import Sm80BackwardConfig
+from cuflash.plan.sm80.forward import Sm80QueryConfig
+from cuflash.plan.sm80.kinds import PARTS_OF
+from cuflash.plan.sm90 import few_queries as sm90_few_queries
+from cuflash.plan.sm90 import forward as sm90_forward
+from cuflash.plan.sm90 import grid as sm90_grid
+from cuflash.plan.sm90 import times as sm90_times
+from cuflash.plan.sm90.config import Sm90ForwardConfig
 from cuflash.problem.attention_problem import Array, AttentionProblem
 from cuflash.problem.operands import Operands
 from cuflash.tools import problems
@@ -310,7 +315,7 @@ def _weights_of(answer: Sequence[tuple[Kernel, ...]]) -> list[float | None]:
 
 
 def _weight(config: KernelConfig) -> float | None:
-    """Return what `sm80_times` says of a configuration, whose fields are those of its tile."""
+    """Return what `sm80.times` says of a configuration, whose fields are those of its tile."""
     if not isinstance(config, Sm80QueryConfig | Sm80BackwardConfig):
         return None
     parts = getattr(config, "parts", None)

@@ -16,8 +16,9 @@ from cuflash.cuda import compile as cuda_compile
 from cuflash.cuda import device as cuda_device
 from cuflash.gpu.kernels import load_kernel, source_of
 from cuflash.hardware import capability_of, smem_limit
-from cuflash.plan import listing, sm90_listing
 from cuflash.plan.config import KernelConfig
+from cuflash.plan.listing import families as listing
+from cuflash.plan.listing import sm90 as sm90_listing
 from cuflash.problem.attention_problem import DTYPES
 from cuflash.problem.fp8 import FP8
 from cuflash.tools.arguments import architecture, positive

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from cuflash.plan.config import KernelConfig
 from cuflash.plan.entries import file_of
-from cuflash.plan.split import SplitConfig
+from cuflash.plan.split.kernels import SplitConfig
 from cuflash.problem.attention_problem import AttentionProblem
 from cuflash.tools.candidates import BACKWARD, FORWARD, Candidate, Gpu
 from cuflash.tools.reasons import BY_HALVES, WHERE_UNALIGNED, exactness_of, flags_in_words

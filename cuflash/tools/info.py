@@ -17,9 +17,9 @@ from cuflash.cpu.threads import BLAS_THREADS
 from cuflash.cuda import device as cuda_device
 from cuflash.cuda import refusals
 from cuflash.hardware import capability_of, smem_limit
-from cuflash.plan import sm80_backward
 from cuflash.plan.config import flags_of, without_window
-from cuflash.plan.portable import PortableConfig, key_kernels, plan
+from cuflash.plan.portable.kernels import PortableConfig, key_kernels, plan
+from cuflash.plan.sm80 import backward as sm80_backward
 from cuflash.problem.attention_problem import HALF_DTYPES, AttentionProblem
 from cuflash.tools import candidates, problems, reasons
 from cuflash.tools.arguments import architecture

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from cuflash.hardware import capability_of, num_sms, smem_limit
-from cuflash.plan import (
-    sm80_backward,
-    sm80_forward,
-    sm80_fp8,
-    sm80_splits,
-    sm80_wide,
-    sm90_backward,
-    sm90_codes,
-    sm90_forward,
-    sm90_fp8,
-    split,
-)
 from cuflash.plan.config import KernelConfig, not_taken, of_half
 from cuflash.plan.entries import file_of
 from cuflash.plan.record import AMPERE
-from cuflash.plan.sm80_kinds import FLOAT64, HALF_RATE, PARTS_OF, kind_of, pays
+from cuflash.plan.sm80 import backward as sm80_backward
+from cuflash.plan.sm80 import forward as sm80_forward
+from cuflash.plan.sm80 import fp8 as sm80_fp8
+from cuflash.plan.sm80 import splits as sm80_splits
+from cuflash.plan.sm80 import wide as sm80_wide
+from cuflash.plan.sm80.kinds import FLOAT64, HALF_RATE, PARTS_OF, kind_of, pays
+from cuflash.plan.sm90 import backward as sm90_backward
+from cuflash.plan.sm90 import codes as sm90_codes
+from cuflash.plan.sm90 import forward as sm90_forward
+from cuflash.plan.sm90 import fp8 as sm90_fp8
+from cuflash.plan.split import kernels as split
 from cuflash.problem.attention_problem import AttentionProblem
 from cuflash.tools import candidates
 

@@ -29,7 +29,8 @@ from cuflash.frontend import metadata
 from cuflash.gpu import launch
 from cuflash.gpu import sm90 as gpu_sm90
 from cuflash.interop import dtype_of
-from cuflash.plan import sm90_forward, sm90_grid
+from cuflash.plan.sm90 import forward as sm90_forward
+from cuflash.plan.sm90 import grid as sm90_grid
 from cuflash.tools import bench
 from cuflash.tools.bench.inputs import Inputs, as_float64, as_torch
 from cuflash.tools.bench.peers import Unavailable

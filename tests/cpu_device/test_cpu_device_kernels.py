@@ -20,7 +20,7 @@ from strategies import cases, examples
 import cuflash
 from cuflash import reference
 from cuflash.gpu import launch
-from cuflash.plan import decode
+from cuflash.plan.decode import kernels as decode
 
 pytestmark = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
 

@@ -16,10 +16,12 @@ from devices import Device
 
 from cuflash import hardware
 from cuflash.cuda import source as cuda_source
-from cuflash.plan import listing, sm90_backward_tiles, sm90_listing
 from cuflash.plan.config import KernelConfig
-from cuflash.plan.sm90_backward_config import Sm90BackwardConfig
-from cuflash.plan.sm90_config import Sm90ForwardConfig
+from cuflash.plan.listing import families as listing
+from cuflash.plan.listing import sm90 as sm90_listing
+from cuflash.plan.sm90 import backward_tiles as sm90_backward_tiles
+from cuflash.plan.sm90.backward_config import Sm90BackwardConfig
+from cuflash.plan.sm90.config import Sm90ForwardConfig
 
 pytestmark = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
 

@@ -17,9 +17,11 @@ from cpu_device import hook
 from cpu_device.device import SMEM_LIMITS, Check, CpuDevice
 from devices import Device
 
-from cuflash.plan import listing, sm90_backward, sm90_listing
 from cuflash.plan.config import KernelConfig
-from cuflash.plan.sm90_config import Sm90ForwardConfig
+from cuflash.plan.listing import families as listing
+from cuflash.plan.listing import sm90 as sm90_listing
+from cuflash.plan.sm90 import backward as sm90_backward
+from cuflash.plan.sm90.config import Sm90ForwardConfig
 
 pytestmark = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
 

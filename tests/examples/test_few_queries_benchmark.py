@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from benchmark_scripts import load_script
 
-from cuflash.plan import sm90_forward
+from cuflash.plan.sm90 import forward as sm90_forward
 from cuflash.problem.attention_problem import AttentionProblem
 
 

@@ -18,8 +18,8 @@ from error_rule import INPUTS, NAMES, assert_error_rule, forward_by
 from other_gpu import kernels_on, other_gpu
 
 from cuflash import hardware
-from cuflash.plan import listing
 from cuflash.plan.config import KernelConfig
+from cuflash.plan.listing import families as listing
 
 pytestmark = pytest.mark.gpu
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")

@@ -17,9 +17,10 @@ from cpu_device import hook
 from devices import Device, device_of, forget_launches, has_gpu
 
 from cuflash.gpu import launch
-from cuflash.plan import listing, sm80_backward
+from cuflash.plan.listing import families as listing
 from cuflash.plan.record import Record
-from cuflash.plan.sm80_tiles import ALONE, Sm80BackwardTile
+from cuflash.plan.sm80 import backward as sm80_backward
+from cuflash.plan.sm80.tiles import ALONE, Sm80BackwardTile
 
 CPUS = {"sm_75": (7, 5), "sm_80": (8, 0), "sm_90": (9, 0)}
 needs_compiler = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)

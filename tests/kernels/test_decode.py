@@ -25,10 +25,11 @@ import cuflash
 from cuflash import hardware, reference
 from cuflash.cuda import compile as cuda_compile
 from cuflash.gpu import kernels, launch
-from cuflash.plan import decode, listing
 from cuflash.plan.config import KernelConfig
-from cuflash.plan.decode_tiles import CODES as CODES_KIND
-from cuflash.plan.decode_tiles import HALF, RECORDS, DecodeTile
+from cuflash.plan.decode import kernels as decode
+from cuflash.plan.decode.tiles import CODES as CODES_KIND
+from cuflash.plan.decode.tiles import HALF, RECORDS, DecodeTile
+from cuflash.plan.listing import families as listing
 from cuflash.plan.record import Record
 from cuflash.problem.attention_problem import AttentionProblem
 from cuflash.problem.pages import Pages

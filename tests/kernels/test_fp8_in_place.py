@@ -27,8 +27,9 @@ from cuflash import hardware, reference
 from cuflash.cuda import compile as cuda_compile
 from cuflash.frontend import metadata
 from cuflash.gpu import kernels, launch
-from cuflash.plan import listing, sm80_fp8
 from cuflash.plan.config import KernelConfig
+from cuflash.plan.listing import families as listing
+from cuflash.plan.sm80 import fp8 as sm80_fp8
 from cuflash.problem.attention_problem import AttentionProblem
 from cuflash.tools import reasons
 

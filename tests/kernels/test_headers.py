@@ -13,9 +13,11 @@ from cuflash import cuda_src, hardware
 from cuflash.cuda import compile as cuda_compile
 from cuflash.cuda import source
 from cuflash.gpu import kernels
-from cuflash.plan import entries, listing, sm90_listing
+from cuflash.plan import entries
 from cuflash.plan.config import KernelConfig
-from cuflash.plan.portable_tiles import OPERAND_ENTRIES
+from cuflash.plan.listing import families as listing
+from cuflash.plan.listing import sm90 as sm90_listing
+from cuflash.plan.portable.tiles import OPERAND_ENTRIES
 
 SOURCES = Path(cuda_src.__path__[0])
 

@@ -16,8 +16,13 @@ import cuflash
 from cuflash import hardware
 from cuflash.gpu import launch
 from cuflash.gpu import sm90 as gpu_sm90
-from cuflash.plan import listing, sm80_backward, sm90_backward, sm90_backward_tiles, sm90_listing, sm90_query_splits
-from cuflash.plan.sm90_backward_config import Sm90BackwardConfig
+from cuflash.plan.listing import families as listing
+from cuflash.plan.listing import sm90 as sm90_listing
+from cuflash.plan.sm80 import backward as sm80_backward
+from cuflash.plan.sm90 import backward as sm90_backward
+from cuflash.plan.sm90 import backward_tiles as sm90_backward_tiles
+from cuflash.plan.sm90 import query_splits as sm90_query_splits
+from cuflash.plan.sm90.backward_config import Sm90BackwardConfig
 from cuflash.problem.attention_problem import AttentionProblem
 from cuflash.tools import reasons
 

@@ -24,7 +24,10 @@ from rows import options_of
 import cuflash
 from cuflash import reference
 from cuflash.gpu import launch
-from cuflash.plan import listing, sm80_fp8, sm90_codes, sm90_listing
+from cuflash.plan.listing import families as listing
+from cuflash.plan.listing import sm90 as sm90_listing
+from cuflash.plan.sm80 import fp8 as sm80_fp8
+from cuflash.plan.sm90 import codes as sm90_codes
 from cuflash.problem.attention_problem import HALF_DTYPES, AttentionProblem
 from cuflash.problem.pages import Pages
 

@@ -18,8 +18,13 @@ from paging import as_paged, used_of_pool
 import cuflash
 from cuflash.gpu import launch
 from cuflash.gpu import sm90 as gpu_sm90
-from cuflash.plan import listing, sm90_few_queries, sm90_forward, sm90_grid, sm90_listing, sm90_tiles
+from cuflash.plan.listing import families as listing
+from cuflash.plan.listing import sm90 as sm90_listing
 from cuflash.plan.record import ANYTHING, PLAIN
+from cuflash.plan.sm90 import few_queries as sm90_few_queries
+from cuflash.plan.sm90 import forward as sm90_forward
+from cuflash.plan.sm90 import grid as sm90_grid
+from cuflash.plan.sm90 import tiles as sm90_tiles
 from cuflash.problem.attention_problem import AttentionProblem
 from cuflash.problem.pages import Pages
 

@@ -19,8 +19,13 @@ import cuflash
 from cuflash import hardware
 from cuflash.gpu import launch
 from cuflash.gpu import sm90 as gpu_sm90
-from cuflash.plan import decode, listing, sm90_forward, sm90_grid, sm90_listing, sm90_tiles
-from cuflash.plan.sm90_config import Sm90ForwardConfig
+from cuflash.plan.decode import kernels as decode
+from cuflash.plan.listing import families as listing
+from cuflash.plan.listing import sm90 as sm90_listing
+from cuflash.plan.sm90 import forward as sm90_forward
+from cuflash.plan.sm90 import grid as sm90_grid
+from cuflash.plan.sm90 import tiles as sm90_tiles
+from cuflash.plan.sm90.config import Sm90ForwardConfig
 
 Array = np.ndarray[Any, Any]
 

@@ -17,8 +17,10 @@ import cuflash
 from cuflash.frontend.partial import Part
 from cuflash.gpu import launch
 from cuflash.gpu import sm90 as gpu_sm90
-from cuflash.plan import sm90_config, sm90_forward, sm90_grid
-from cuflash.plan.listing import problem_of
+from cuflash.plan.listing.families import problem_of
+from cuflash.plan.sm90 import config as sm90_config
+from cuflash.plan.sm90 import forward as sm90_forward
+from cuflash.plan.sm90 import grid as sm90_grid
 from cuflash.problem.attention_problem import AttentionProblem, Place
 from cuflash.problem.options import Options
 

@@ -17,8 +17,10 @@ from devices import Device
 from paging import as_paged, used_of_pool
 
 from cuflash.gpu import launch, work_list
-from cuflash.plan import sm90_forward, sm90_grid, sm90_mixed
-from cuflash.plan.sm90_config import Sm90ForwardConfig
+from cuflash.plan.sm90 import forward as sm90_forward
+from cuflash.plan.sm90 import grid as sm90_grid
+from cuflash.plan.sm90 import mixed as sm90_mixed
+from cuflash.plan.sm90.config import Sm90ForwardConfig
 from cuflash.problem.attention_problem import AttentionProblem
 from cuflash.problem.pages import Pages
 

@@ -35,9 +35,11 @@ from cuflash.gpu import key_splits
 from cuflash.gpu import params as gpu_params
 from cuflash.gpu import portable as gpu_portable
 from cuflash.plan import config as plan_config
-from cuflash.plan import listing, sm80_wide, sm90_listing
-from cuflash.plan import portable as plan_portable
 from cuflash.plan.config import FLAGS
+from cuflash.plan.listing import families as listing
+from cuflash.plan.listing import sm90 as sm90_listing
+from cuflash.plan.portable import kernels as plan_portable
+from cuflash.plan.sm80 import wide as sm80_wide
 from cuflash.problem.attention_problem import AttentionProblem
 
 pytest.importorskip("cupy", reason='no CuPy: pip install "cuflash[cuda13]"')
@@ -173,8 +175,8 @@ def test_two_processes_compile_at_once() -> None:
     code = (
         "from cuflash.cuda.compile import compile_for\n"
         "from cuflash.gpu.kernels import source_of\n"
-        "from cuflash.plan.listing import problem_of\n"
-        "from cuflash.plan.portable import plan\n"
+        "from cuflash.plan.listing.families import problem_of\n"
+        "from cuflash.plan.portable.kernels import plan\n"
         "config = plan(problem_of('float32', 64, 64, ()), 'forward')[0]\n"
         "print(len(compile_for('sm_90', source_of(config), 'forward').cubin))\n"
     )

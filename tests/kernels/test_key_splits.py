@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 import cuflash
 from cuflash.gpu import launch
-from cuflash.plan import decode
+from cuflash.plan.decode import kernels as decode
 
 Array = NDArray[Any]
 

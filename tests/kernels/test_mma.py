@@ -18,7 +18,9 @@ from devices import Device, has_gpu
 
 from cuflash import hardware
 from cuflash.gpu import launch
-from cuflash.plan import listing, sm80_backward, sm80_tiles
+from cuflash.plan.listing import families as listing
+from cuflash.plan.sm80 import backward as sm80_backward
+from cuflash.plan.sm80 import tiles as sm80_tiles
 
 CPUS = {"sm_75": (7, 5), "sm_80": (8, 0), "sm_86": (8, 6)}
 needs_compiler = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)

@@ -19,7 +19,7 @@ from error_rule import INPUTS, NAMES, assert_error_rule, forward_by
 from numpy.typing import NDArray
 
 from cuflash.gpu import launch, split
-from cuflash.plan import sm90_backward_tiles
+from cuflash.plan.sm90 import backward_tiles as sm90_backward_tiles
 
 Array = NDArray[Any]
 

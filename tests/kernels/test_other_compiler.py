@@ -16,7 +16,8 @@ import pytest
 from compiling import needs_compiler, source
 
 from cuflash.cuda import compile as cuda_compile
-from cuflash.plan import listing, sm90_listing
+from cuflash.plan.listing import families as listing
+from cuflash.plan.listing import sm90 as sm90_listing
 
 FOLDER = os.environ.get("CUFLASH_TEST_NVRTC", "")
 

@@ -19,10 +19,12 @@ from cuflash import reference
 from cuflash.cuda import compile as cuda_compile
 from cuflash.frontend import metadata
 from cuflash.frontend.partial import Part, sees_anything, sees_everything, window_of_part
-from cuflash.plan import listing, sm90_backward, sm90_forward
-from cuflash.plan import portable as plan_portable
-from cuflash.plan.sm90_backward_tiles import NARROW_TABLE, WIDE_TABLE
-from cuflash.plan.sm90_tiles import HEAD_DIMS
+from cuflash.plan.listing import families as listing
+from cuflash.plan.portable import kernels as plan_portable
+from cuflash.plan.sm90 import backward as sm90_backward
+from cuflash.plan.sm90 import forward as sm90_forward
+from cuflash.plan.sm90.backward_tiles import NARROW_TABLE, WIDE_TABLE
+from cuflash.plan.sm90.tiles import HEAD_DIMS
 from cuflash.problem.attention_problem import Place
 from cuflash.problem.options import Options
 

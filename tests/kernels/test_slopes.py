@@ -13,7 +13,8 @@ from cpu_device import hook
 from devices import Device, forget_launches
 
 from cuflash.gpu import launch
-from cuflash.plan import sm80_backward, sm90_backward_tiles
+from cuflash.plan.sm80 import backward as sm80_backward
+from cuflash.plan.sm90 import backward_tiles as sm90_backward_tiles
 
 pytestmark = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
 # MAIN names the kernels that compute gradients of scores. An error is relative to the sum of the terms' sizes; beside

@@ -13,9 +13,11 @@ from cpu_device import device, hook
 
 import cuflash
 from cuflash.gpu import launch
-from cuflash.plan import listing, sm90_listing, split_tiles
-from cuflash.plan import split as plan_split
 from cuflash.plan.entries import key_results
+from cuflash.plan.listing import families as listing
+from cuflash.plan.listing import sm90 as sm90_listing
+from cuflash.plan.split import kernels as plan_split
+from cuflash.plan.split import tiles as split_tiles
 from cuflash.problem.attention_problem import AttentionProblem
 
 Array = np.ndarray[Any, Any]

@@ -58,6 +58,15 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("gpu", "cpu", "plan", "cuda", "masks", "problem", *BASE),
     ),
 }
+# The families of kernels are folders of `plan`; one of them may import these others, and what lies beside the folders.
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "portable": (),
+    "sm90": (),
+    "split": ("sm90",),
+    "sm80": ("split",),
+    "decode": ("sm80", "sm90"),
+    "listing": ("portable", "sm90", "split", "sm80", "decode"),
+}
 # These names of every NamedTuple begin with an underscore and are public.
 PUBLIC = ("_fields", "_replace", "_asdict")
 # A backend is found by name and imported when it is first needed; so is the module that puts a mask onto a GPU.
@@ -130,6 +139,18 @@ def test_imports_go_one_way(module: str) -> None:
     for imported, *_ in imports_of(module):
         other = folder_of(imported)
         assert other == folder or other in MAY_IMPORT[folder], f"{module} imports {imported}"
+
+
+def test_families_of_kernels_are_planned_one_way() -> None:
+    modules = [module.split(".") for module in MODULES if module.startswith("plan.")]
+    assert {parts[1] for parts in modules if len(parts) == 3} == set(FAMILIES)
+    for parts in modules:
+        for imported, *_ in imports_of(".".join(parts)):
+            other = imported.split(".")
+            if other[0] == "plan" and other[1] in FAMILIES:
+                own = parts[1]
+                assert own in FAMILIES, f"{'.'.join(parts)} imports {imported}"
+                assert other[1] == own or other[1] in FAMILIES[own], f"{'.'.join(parts)} imports {imported}"
 
 
 def test_no_module_is_in_a_circle() -> None:

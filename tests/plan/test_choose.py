@@ -27,9 +27,10 @@ from cuflash.cuda import compile as cuda_compile
 from cuflash.cuda import device as cuda_device
 from cuflash.gpu import choose, launch
 from cuflash.hardware import smem_limit
-from cuflash.plan import listing, sm80_forward
-from cuflash.plan import portable as plan_portable
 from cuflash.plan.config import KernelConfig
+from cuflash.plan.listing import families as listing
+from cuflash.plan.portable import kernels as plan_portable
+from cuflash.plan.sm80 import forward as sm80_forward
 from cuflash.problem.attention_problem import accum_of
 from cuflash.rules.form import trace_rules
 from cuflash.tools import info

@@ -19,9 +19,13 @@ from devices import Device
 from cuflash import hardware
 from cuflash.gpu import launch
 from cuflash.plan import config as plan_config
-from cuflash.plan import portable as plan_portable
-from cuflash.plan import sm80_backward, sm80_forward, sm80_wide, sm90_backward, sm90_forward
-from cuflash.plan import split as plan_split
+from cuflash.plan.portable import kernels as plan_portable
+from cuflash.plan.sm80 import backward as sm80_backward
+from cuflash.plan.sm80 import forward as sm80_forward
+from cuflash.plan.sm80 import wide as sm80_wide
+from cuflash.plan.sm90 import backward as sm90_backward
+from cuflash.plan.sm90 import forward as sm90_forward
+from cuflash.plan.split import kernels as plan_split
 from cuflash.problem.attention_problem import AttentionProblem
 from cuflash.tools import reasons
 

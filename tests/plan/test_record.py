@@ -14,22 +14,9 @@ import pytest
 from compiling import ARCHITECTURES
 
 from cuflash.hardware import capability_of, smem_limit
-from cuflash.plan import (
-    listing,
-    sm80_backward,
-    sm80_forward,
-    sm80_fp8,
-    sm80_tiles,
-    sm80_times,
-    sm80_wide_tiles,
-    sm90_backward,
-    sm90_backward_tiles,
-    sm90_forward,
-    sm90_grid,
-    sm90_listing,
-    sm90_tiles,
-)
 from cuflash.plan.config import KNOWN_TO_ALL, OF_RULES
+from cuflash.plan.listing import families as listing
+from cuflash.plan.listing import sm90 as sm90_listing
 from cuflash.plan.record import (
     ANY_ONE,
     ANYTHING,
@@ -45,7 +32,18 @@ from cuflash.plan.record import (
     narrowest,
     one_of,
 )
-from cuflash.plan.sm80_tiles import Sm80Tile
+from cuflash.plan.sm80 import backward as sm80_backward
+from cuflash.plan.sm80 import forward as sm80_forward
+from cuflash.plan.sm80 import fp8 as sm80_fp8
+from cuflash.plan.sm80 import tiles as sm80_tiles
+from cuflash.plan.sm80 import times as sm80_times
+from cuflash.plan.sm80 import wide_tiles as sm80_wide_tiles
+from cuflash.plan.sm80.tiles import Sm80Tile
+from cuflash.plan.sm90 import backward as sm90_backward
+from cuflash.plan.sm90 import backward_tiles as sm90_backward_tiles
+from cuflash.plan.sm90 import forward as sm90_forward
+from cuflash.plan.sm90 import grid as sm90_grid
+from cuflash.plan.sm90 import tiles as sm90_tiles
 
 A100 = Place(True, (8, 0), smem_limit("sm_80"))
 

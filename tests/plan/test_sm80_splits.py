@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from cuflash.hardware import smem_limit
-from cuflash.plan import sm80_forward, sm80_fp8
-from cuflash.plan.sm80_splits import predicted_us, with_splits
+from cuflash.plan.sm80 import forward as sm80_forward
+from cuflash.plan.sm80 import fp8 as sm80_fp8
+from cuflash.plan.sm80.splits import predicted_us, with_splits
 from cuflash.problem.attention_problem import AttentionProblem
 from cuflash.problem.fp8 import FP8
 

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from cuflash.plan import sm90_forward, sm90_grid, sm90_times
+from cuflash.plan.sm90 import forward as sm90_forward
+from cuflash.plan.sm90 import grid as sm90_grid
+from cuflash.plan.sm90 import times as sm90_times
 from cuflash.problem.attention_problem import AttentionProblem
 from cuflash.tools import reasons
 

@@ -18,8 +18,10 @@ import tiers
 from cuflash import hardware
 from cuflash.cuda import compile as cuda_compile
 from cuflash.gpu import kernels as gpu_kernels
-from cuflash.plan import listing, sm80_forward, sm90_listing
 from cuflash.plan.config import KernelConfig, without_window
+from cuflash.plan.listing import families as listing
+from cuflash.plan.listing import sm90 as sm90_listing
+from cuflash.plan.sm80 import forward as sm80_forward
 
 ARCHITECTURES = (
     *("sm_75", "sm_80", "sm_86", "sm_87", "sm_88", "sm_89", "sm_90a"),

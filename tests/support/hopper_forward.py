@@ -16,7 +16,7 @@ from devices import Device
 
 import cuflash
 from cuflash.gpu import launch
-from cuflash.plan import sm90_grid
+from cuflash.plan.sm90 import grid as sm90_grid
 
 Array = np.ndarray[Any, Any]
 no_compiler = pytest.mark.skipif(not device.available(), reason=device.NO_COMPILER)

@@ -16,21 +16,19 @@ from paging import as_paged
 
 from cuflash.gpu import launch
 from cuflash.gpu import sm90 as gpu_sm90
-from cuflash.plan import (
-    listing,
-    sm80_backward,
-    sm80_forward,
-    sm80_tiles,
-    sm90_backward_tiles,
-    sm90_forward,
-    sm90_grid,
-    sm90_query_splits,
-    sm90_tiles,
-)
 from cuflash.plan.config import FLAGS, KernelConfig, without_window
-from cuflash.plan.portable_tiles import OPERAND_ENTRIES
-from cuflash.plan.sm90_backward_config import Sm90BackwardConfig
-from cuflash.plan.sm90_config import Sm90ForwardConfig
+from cuflash.plan.listing import families as listing
+from cuflash.plan.portable.tiles import OPERAND_ENTRIES
+from cuflash.plan.sm80 import backward as sm80_backward
+from cuflash.plan.sm80 import forward as sm80_forward
+from cuflash.plan.sm80 import tiles as sm80_tiles
+from cuflash.plan.sm90 import backward_tiles as sm90_backward_tiles
+from cuflash.plan.sm90 import forward as sm90_forward
+from cuflash.plan.sm90 import grid as sm90_grid
+from cuflash.plan.sm90 import query_splits as sm90_query_splits
+from cuflash.plan.sm90 import tiles as sm90_tiles
+from cuflash.plan.sm90.backward_config import Sm90BackwardConfig
+from cuflash.plan.sm90.config import Sm90ForwardConfig
 
 HOST = Device("numpy", np)
 NUM_SMS = 3  # multiprocessors that a device is given, as the problems of rows are small

@@ -16,7 +16,9 @@ from cases import DTYPES, Case
 from hypothesis import given
 from strategies import OPTIONS, cases, examples
 
-from cuflash.plan import listing, sm90_backward, sm90_listing
+from cuflash.plan.listing import families as listing
+from cuflash.plan.listing import sm90 as sm90_listing
+from cuflash.plan.sm90 import backward as sm90_backward
 
 SUPPORT = Path(tiers.__file__).parent
 HOPPER_SMEM = 232448

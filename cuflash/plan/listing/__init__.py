@@ -1,0 +1,1 @@
+"""Problems of every kind, whose kernels are compiled ahead and by CI."""
