@@ -196,8 +196,11 @@ def _forward_part(p: AttentionProblem, o: Operands, part: Part, out: Array, lse:
     by_query_head = q.shape[:3]
     if p.num_heads_q != p.num_heads_kv:
         q = q.reshape(len(q), k.shape[2], -1, p.head_dim)
+    # The product is that of the tiles, from which the backward pass finds the weights again: BLAS adds those of q and
+    # k's transpose in another order, and large scores with lse of the one would give wrong weights by the other.
+    columns = np.matmul(k.swapaxes(1, 2), np.ascontiguousarray(q.swapaxes(2, 3)))
     # Scores are (sequences, KV heads, query heads of each * queries, keys).
-    scores = np.matmul(q, k.transpose(0, 2, 3, 1))
+    scores = np.ascontiguousarray(columns.swapaxes(2, 3))
     scores *= p.softmax_scale
     if p.seqlen_q > 1 and not (p.window_left is None and p.window_right is None):
         _hide(p, part.keys, scores.reshape(*by_query_head, -1))

@@ -255,3 +255,25 @@ def test_a_repeated_call_has_the_same_bits_and_its_own_arrays() -> None:
     for _ in range(2):  # its rows are copied
         out = cuflash.attention(strided, k, v, **options)
         np.testing.assert_array_equal(out, cuflash.attention(strided.copy(), k, v, **options))
+
+
+@pytest.mark.parametrize("spread", [3, 10, 100])
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k", "group", "causal"),
+    [(8, 64, 1, False), (16, 300, 1, True), (4, 200, 4, False), (3, 100, 2, True)],
+)
+def test_gradients_of_large_scores(seqlen_q: int, seqlen_k: int, group: int, causal: bool, spread: float) -> None:
+    """The backward pass finds the weights again, so that its scores must be those of lse, bit for bit."""
+    for seed in range(6):
+        q, dout = (drawn(1, seqlen_q, 2 * group, 64, seed=2 * seed + i) for i in range(2))
+        k, v = (drawn(1, seqlen_k, 2, 64, seed=100 + 2 * seed + i) for i in range(2))
+        q, k = q * np.float32(spread), k * np.float32(spread)
+        assert at_once.cut(replace(SMALL, seqlen_q=seqlen_q, seqlen_k=seqlen_k), None) is not None
+        found = dict(zip("qkv", cuflash.attention_vjp(q, k, v, causal=causal)[1](dout), strict=True))
+        wide = (x.astype(np.float64) for x in (dout, q, k, v))
+        exact = reference.attention_backward(*wide, causal=causal)
+        plain = reference.attention_backward(dout, q, k, v, causal=causal, round_to="float32")
+        for name, x in found.items():
+            largest = np.abs(exact[name]).max()
+            bound = 3 * (2 * np.abs(plain[name] - exact[name]).max() + 4 * 2.0**-23 * largest)
+            assert np.abs(x - exact[name]).max() <= bound, (seed, name)
