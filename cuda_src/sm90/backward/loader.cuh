@@ -255,28 +255,23 @@ DEVICE void wait_for_rows(const AttentionParams& p, SharedStorage& shared, i64 t
 // dv.
 DEVICE int query_splits(const AttentionParams& p) { return SPLITS_QUERIES ? p.splits : 1; }
 
-// load_tiles() is the loading warp.
+// QueriesOfKeys iterates over the tiles of queries of a tile of keys.
+using QueriesOfKeys = Either<!DETERMINISTIC && !HAS_BLOCK_MASK, GroupedQueryTileIterator, QueryTileIterator>::Type;
+
+// TileLoader is the loading warp: it takes tiles of keys, tells the other warps of each and of its steps, and loads the
+// keys and the queries.
 template <class SharedStorage, class Rings>
-DEVICE void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings rings, const Maps& maps) {
-  Loader loader{ptx::shared_address(&shared.clearing)};
-  const int splits = query_splits(p);
-  const u32 total = p.num_tiles * num_batch_heads_kv(p) * splits;
-  u32 index_phase = 0;
-  bool begins = true;  // no tile has been taken yet
-  if constexpr (PING_PONG) shared.rows_ready[lane()] = 0;
-  for (u32 index = of_lane_0([&] { return first_key_index(p); }); index < total;
-       index = agreed_index(
-           shared, index_phase, [&] { return of_lane_0([&] { return next_key_index(p, index, total); }); })) {
-    acquire_by_warp(rings.work);
-    KeyWork& work = shared.work[rings.work.stage];  // kept in shared memory, because registers are scarce
-    const int split = splits == 1 ? 0 : index % splits;
-    if (lane() == 0) static_cast<Work&>(work) = key_work_at(p, index / splits);
-    __syncwarp();
+struct TileLoader {
+  const AttentionParams& p;
+  SharedStorage& shared;
+  Rings& rings;
+  const Maps& maps;
+  Loader& loader;
+  const int splits;
+
+  // hand_over() completes a tile of keys, the work of the other warps.
+  DEVICE void hand_over(KeyWork& work, const QueriesOfKeys& iterator, int split, int first_key) {
     const Sequence& s = work.sequence;
-    if ((work.tile - rank()) * BLOCK_N >= s.rows_k) continue;
-    typename Either<!DETERMINISTIC && !HAS_BLOCK_MASK, GroupedQueryTileIterator, QueryTileIterator>::Type iterator(
-        p, work, index / (gridDim.x / PAIR), splits == 1 ? QueryPart(p) : QueryPart(p, split));
-    const int first_key = work.tile * BLOCK_N;
     if (lane() == 0) {
       work.split = split;
       work.is_hidden = iterator.done();
@@ -296,6 +291,102 @@ DEVICE void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings ri
     }
     rings.work.advance();
     __syncwarp();
+  }
+
+  // load_keys() loads a tile of values and of keys.
+  DEVICE void load_keys(const KeyWork& work, int batch, int key, int first_key, bool hides_keys) {
+    const Sequence& s = work.sequence;
+    acquire_by_warp(rings.v);
+    loader.template load<BLOCK_N, PANELS_V>(rings.v, maps.v, key, work.head, batch, counted_keys(p, s, first_key),
+                                            nullptr, nullptr);
+    acquire_by_warp(rings.k);
+    const int before = rank() * BLOCK_N;
+    loader.template load<LOADED_KEYS, PANELS>(rings.k, maps.k, key - before, work.head, batch,
+                                              counted_keys(p, s, first_key - before), nullptr, nullptr,
+                                              KeyCheck{hides_keys, p, s, work.head, first_key - before});
+  }
+
+  // ending_warpgroups() has a bit for each warpgroup whose last step of a tile of keys this is; `next` is behind it.
+  // The first warpgroup may skip the last one of all.
+  DEVICE int ending_warpgroups(const KeyWork& work, const QueriesOfKeys& next) const {
+    return next.done() ? 3 : SKIPS_STEPS && (work.skips & 1) != 0 && next.block() == next.last_block() ? 1 : 0;
+  }
+
+  // load_queries() tells the other warps of a step, and loads its rows of q and dout.
+  DEVICE void load_queries(const KeyWork& work, QueriesOfKeys& iterator, int batch, int first_key) {
+    const Sequence& s = work.sequence;
+    const int head = iterator.head, first_row = iterator.first_row(), row = static_cast<int>(s.row_q) + first_row;
+    const i64 number = query_tile(p, s, head, iterator.block(), BLOCK_M);
+    const int place_in_order = iterator.place_in_order();
+    const CountedRows queries = counted_queries(p, s, first_row);
+    const int slot = iterator.blocks.partial ? own_slot(p, s, head, first_row, first_key) : VISIBLE_SLOT;
+    const u32 ranged = masked_warpgroups(p, s, head, first_row, first_key);
+    const u32 masked = ranged | partial_warpgroups(slot);
+    iterator.advance();
+    acquire_by_warp(rings.dq_steps);
+    if (lane() == 0) {
+      shared.dq_steps[rings.dq_steps.stage] = {number * DQ_SUMS + place_in_order % DQ_SUMS, place_in_order / DQ_SUMS,
+                                               iterator.done(), first_key};
+      ptx::mbarrier_arrive(rings.dq_steps.full());
+    }
+    rings.dq_steps.advance();
+    rings.dout.follow(rings.q);
+    acquire_by_warp(rings.q);
+    Step& step = shared.steps[rings.q.stage];
+    if (lane() == 0) {
+      step.head = head;
+      step.first_row = first_row;
+      step.masked = masked;
+      step.put(p, work, splits, head);
+      step.last = ending_warpgroups(work, iterator);
+    }
+    step.slots.put(slot, ranged);
+    loader.template load<BLOCK_M, PANELS>(
+        rings.q, maps.q, row, head, batch, queries, shared.lse[rings.q.stage], p.row_lse + number * BLOCK_M, NoCheck{},
+        bias_to_load(p, shared, rings.q.stage, maps.bias, batch, head, first_row, first_key));
+    acquire_by_warp(rings.dout);
+    loader.template load<BLOCK_M, PANELS_V>(rings.dout, maps.dout, row, head, batch, queries,
+                                            shared.delta[rings.dout.stage], p.row_delta + number * BLOCK_M);
+  }
+
+  // end() tells the other warps that no tile of keys is left.
+  DEVICE void end() {
+    ptx::wait_for_kernel_before();  // so that the kernel before is over, too, when this one is
+    acquire_by_warp(rings.work);
+    acquire_by_warp(rings.dq_steps);
+    if (lane() == 0) {
+      shared.work[rings.work.stage].tile = NO_TILE;
+      ptx::mbarrier_arrive(rings.work.full());
+      shared.dq_steps[rings.dq_steps.stage] = {NO_DQ, 0, true, 0};  // the whole step is written, as it is read
+      ptx::mbarrier_arrive(rings.dq_steps.full());
+    }
+  }
+};
+
+// load_tiles() is the loop of the loading warp: it takes a tile of keys, tells the other warps of it, and loads the
+// keys and, tile by tile, their queries.
+template <class SharedStorage, class Rings>
+DEVICE void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings rings, const Maps& maps) {
+  Loader loader{ptx::shared_address(&shared.clearing)};
+  const int splits = query_splits(p);
+  TileLoader<SharedStorage, Rings> tiles{p, shared, rings, maps, loader, splits};
+  const u32 total = p.num_tiles * num_batch_heads_kv(p) * splits;
+  u32 index_phase = 0;
+  bool begins = true;  // no tile has been taken yet
+  if constexpr (PING_PONG) shared.rows_ready[lane()] = 0;
+  for (u32 index = of_lane_0([&] { return first_key_index(p); }); index < total;
+       index = agreed_index(
+           shared, index_phase, [&] { return of_lane_0([&] { return next_key_index(p, index, total); }); })) {
+    acquire_by_warp(rings.work);
+    KeyWork& work = shared.work[rings.work.stage];  // kept in shared memory, because registers are scarce
+    const int split = splits == 1 ? 0 : index % splits;
+    if (lane() == 0) static_cast<Work&>(work) = key_work_at(p, index / splits);
+    __syncwarp();
+    const Sequence& s = work.sequence;
+    if ((work.tile - rank()) * BLOCK_N >= s.rows_k) continue;
+    QueriesOfKeys iterator(p, work, index / (gridDim.x / PAIR), splits == 1 ? QueryPart(p) : QueryPart(p, split));
+    const int first_key = work.tile * BLOCK_N;
+    tiles.hand_over(work, iterator, split, first_key);
     const int batch = batch_of(p, s);
     const int key = static_cast<int>(s.row_k) + first_key;
     const bool hides_keys = HIDES_ANYWHERE && !some_query_sees_all(p, s, iterator, first_key);
@@ -305,14 +396,7 @@ DEVICE void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings ri
     }
     bool keys_left = !iterator.done();
     const auto load_keys = [&] {
-      acquire_by_warp(rings.v);
-      loader.load<BLOCK_N, PANELS_V>(rings.v, maps.v, key, work.head, batch, counted_keys(p, s, first_key), nullptr,
-                                     nullptr);
-      acquire_by_warp(rings.k);
-      const int before = rank() * BLOCK_N;
-      loader.load<LOADED_KEYS, PANELS>(rings.k, maps.k, key - before, work.head, batch,
-                                       counted_keys(p, s, first_key - before), nullptr, nullptr,
-                                       KeyCheck{hides_keys, p, s, work.head, first_key - before});
+      tiles.load_keys(work, batch, key, first_key, hides_keys);
       keys_left = false;
     };
     if (begins) {
@@ -323,50 +407,9 @@ DEVICE void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings ri
       begins = false;
     }
     while (!iterator.done()) {
-      const int head = iterator.head, first_row = iterator.first_row(), row = static_cast<int>(s.row_q) + first_row;
-      const i64 number = query_tile(p, s, head, iterator.block(), BLOCK_M);
-      const int place_in_order = iterator.place_in_order();
-      const CountedRows queries = counted_queries(p, s, first_row);
-      const int slot = iterator.blocks.partial ? own_slot(p, s, head, first_row, first_key) : VISIBLE_SLOT;
-      const u32 ranged = masked_warpgroups(p, s, head, first_row, first_key);
-      const u32 masked = ranged | partial_warpgroups(slot);
-      iterator.advance();
-      acquire_by_warp(rings.dq_steps);
-      if (lane() == 0) {
-        shared.dq_steps[rings.dq_steps.stage] = {number * DQ_SUMS + place_in_order % DQ_SUMS, place_in_order / DQ_SUMS,
-                                                 iterator.done(), first_key};
-        ptx::mbarrier_arrive(rings.dq_steps.full());
-      }
-      rings.dq_steps.advance();
-      rings.dout.follow(rings.q);
-      acquire_by_warp(rings.q);
-      Step& step = shared.steps[rings.q.stage];
-      if (lane() == 0) {
-        step.head = head;
-        step.first_row = first_row;
-        step.masked = masked;
-        step.put(p, work, splits, head);
-        step.last = iterator.done()                                                                     ? 3
-                    : SKIPS_STEPS && (work.skips & 1) != 0 && iterator.block() == iterator.last_block() ? 1
-                                                                                                        : 0;
-      }
-      step.slots.put(slot, ranged);
-      loader.load<BLOCK_M, PANELS>(
-          rings.q, maps.q, row, head, batch, queries, shared.lse[rings.q.stage], p.row_lse + number * BLOCK_M,
-          NoCheck{}, bias_to_load(p, shared, rings.q.stage, maps.bias, batch, head, first_row, first_key));
-      acquire_by_warp(rings.dout);
-      loader.load<BLOCK_M, PANELS_V>(rings.dout, maps.dout, row, head, batch, queries, shared.delta[rings.dout.stage],
-                                     p.row_delta + number * BLOCK_M);
+      tiles.load_queries(work, iterator, batch, first_key);
       if (keys_left) load_keys();
     }
   }
-  ptx::wait_for_kernel_before();  // so that the kernel before is over, too, when this one is
-  acquire_by_warp(rings.work);
-  acquire_by_warp(rings.dq_steps);
-  if (lane() == 0) {
-    shared.work[rings.work.stage].tile = NO_TILE;
-    ptx::mbarrier_arrive(rings.work.full());
-    shared.dq_steps[rings.dq_steps.stage] = {NO_DQ, 0, true, 0};  // the whole step is written, as it is read
-    ptx::mbarrier_arrive(rings.dq_steps.full());
-  }
+  tiles.end();
 }
