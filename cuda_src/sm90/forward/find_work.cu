@@ -131,27 +131,31 @@ DEVICE u32 num_mixed(const AttentionParams& p, const Costs& costs, const u32* co
   return number;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) find_work(const AttentionParams p) {
-  __shared__ Total of_warps[CANDIDATES];
-  __shared__ u32 cut;
-  __shared__ u32 parts;
-  __shared__ int longest_of[2];
-  __shared__ u32 entries[2];
-  __shared__ u32 mixed;
-  __shared__ u32 counts[CANDIDATES][BUCKETS];  // by candidate; then of the two classes, for the quantum that was taken
-  __shared__ float ends[CANDIDATES];
-  const int thread = threadIdx.x, warp = thread / WARP, lane = thread % WARP, queries = BLOCK_M / group_size(p);
-  if (thread == 0) {
-    cut = parts = 0;
-    longest_of[0] = longest_of[1] = 0;
-  }
-  counts[warp][lane] = 0;
-  __syncthreads();
+// Shared is what the threads find together.
+struct Shared {
+  Total of_warps[CANDIDATES];
+  u32 cut, parts;                   // tiles that are cut, and their chunks, so far
+  int longest_of[2];                // the cost of the longest entry of each class
+  u32 entries[2], mixed;            // entries of each class; see num_mixed()
+  u32 counts[CANDIDATES][BUCKETS];  // by candidate; then of the two classes, for the quantum that was taken
+  float ends[CANDIDATES];
+};
 
-  // 1. Find the keys of each tile.
-  TileKeys* tiles = tile_keys(p);
+// own_warp() and own_lane() say which thread this is.
+DEVICE int own_warp() { return static_cast<int>(threadIdx.x) / WARP; }
+DEVICE int own_lane() { return static_cast<int>(threadIdx.x) % WARP; }
+
+// is_alone() tells whether a tile is alone in its sequence: the next slot has no other one of it.
+DEVICE bool is_alone(const AttentionParams& p, const TileKeys* tiles, int slot) {
+  const TileKeys& tile = tiles[slot];
+  return tile.tile == 0 && (slot + 1 >= p.num_tiles || tiles[slot + 1].group != tile.group);
+}
+
+// find_keys() finds the keys of each tile (p.num_tiles,), and returns what all tiles have.
+DEVICE Total find_keys(const AttentionParams& p, Shared& shared, TileKeys* tiles) {
+  const int queries = BLOCK_M / group_size(p);
   Total own = {};
-  for (int slot = thread; slot < p.num_tiles; slot += THREADS) {
+  for (int slot = threadIdx.x; slot < p.num_tiles; slot += THREADS) {
     const TileSlot at = tile_slot<false>(p, queries, slot);
     const Sequence s = p.block_table == nullptr ? sequence_of_group<false, false>(p, at.group)
                                                 : sequence_of_group<false, true>(p, at.group);
@@ -164,100 +168,138 @@ extern "C" __global__ void __launch_bounds__(THREADS) find_work(const AttentionP
     tiles[slot] = found;
   }
   own.add_lanes();
-  if (lane == 0) of_warps[warp] = own;
+  if (own_lane() == 0) shared.of_warps[own_warp()] = own;
   __syncthreads();
   Total all = {};
-  for (const Total& of_warp : of_warps) all.add(of_warp);
+  for (const Total& of_warp : shared.of_warps) all.add(of_warp);
+  return all;
+}
 
-  // 2. Each warp holds a quantum against the tiles; the one with which all ends first is taken.
+// quantum_of() is a candidate's quantum, of tiles of keys.
+DEVICE int quantum_of(const AttentionParams& p, const Total& all, int candidate) {
   const i64 work = p.num_heads_kv * (all.steps + p.steps_of_entry * all.tiles);
-  const auto quantum_of = [&](int candidate) {
-    const i64 share = static_cast<i64>(p.num_multiprocessors) * quarters_of(candidate);
-    if (share == 0) return WHOLE_TILES;
-    const i64 quantum = (4 * work + share - 1) / share;
-    return larger(LEAST_STEPS, quantum < WHOLE_TILES ? static_cast<int>(quantum) : WHOLE_TILES);
-  };
-  {
-    const int quantum = quantum_of(warp);
-    const Costs costs(p, quantum, all.longest);
-    for (int slot = lane; slot < p.num_tiles; slot += WARP) {
-      const TileKeys tile = tiles[slot];
-      if (tile.group == NOBODY) continue;
-      const Chunks chunks(tile.end - tile.begin, quantum);
-      if (chunks.number > 1) atomicAdd(&counts[warp][costs.bucket(quantum)], static_cast<u32>(chunks.number - 1));
-      atomicAdd(&counts[warp][costs.bucket(chunks.last)], 1u);
-    }
-    __syncwarp();
-    const float end = end_of(p, costs, counts[warp]);
-    if (lane == 0) ends[warp] = end;
-  }
-  __syncthreads();
-  float soonest = ends[0];
-  for (float end : ends) soonest = smaller(soonest, end);
-  int candidate = 0;
-  while (ends[candidate] > soonest * EQUAL_ENDS) candidate++;
-  const int quantum = quantum_of(candidate);
-  const Costs costs(p, quantum, all.longest);
-  __syncthreads();
+  const i64 share = static_cast<i64>(p.num_multiprocessors) * quarters_of(candidate);
+  if (share == 0) return WHOLE_TILES;
+  const i64 quantum = (4 * work + share - 1) / share;
+  return larger(LEAST_STEPS, quantum < WHOLE_TILES ? static_cast<int>(quantum) : WHOLE_TILES);
+}
 
-  // 3. Count both classes' entries by cost. A tile is alone in its sequence if the next slot has no other one of it.
-  const auto is_alone = [&](int slot) {
-    const TileKeys& tile = tiles[slot];
-    return tile.tile == 0 && (slot + 1 >= p.num_tiles || tiles[slot + 1].group != tile.group);
-  };
-  if (warp < 2) counts[warp][lane] = 0;
-  __syncthreads();
-  for (int slot = thread; slot < p.num_tiles; slot += THREADS) {
+// choose_quantum() holds a quantum against the tiles with each warp, and returns the one with which all ends first.
+DEVICE int choose_quantum(const AttentionParams& p, Shared& shared, const TileKeys* tiles, const Total& all) {
+  u32* counts = shared.counts[own_warp()];
+  const int quantum = quantum_of(p, all, own_warp());
+  const Costs costs(p, quantum, all.longest);
+  for (int slot = own_lane(); slot < p.num_tiles; slot += WARP) {
     const TileKeys tile = tiles[slot];
     if (tile.group == NOBODY) continue;
     const Chunks chunks(tile.end - tile.begin, quantum);
-    const int alone = is_alone(slot);
-    if (chunks.number > 1) atomicAdd(&counts[alone][costs.bucket(quantum)], static_cast<u32>(chunks.number - 1));
-    atomicAdd(&counts[alone][costs.bucket(chunks.last)], 1u);
-    atomicMax(&longest_of[alone], costs.of(larger(chunks.last, chunks.number > 1 ? quantum : 0)));
+    if (chunks.number > 1) atomicAdd(&counts[costs.bucket(quantum)], static_cast<u32>(chunks.number - 1));
+    atomicAdd(&counts[costs.bucket(chunks.last)], 1u);
+  }
+  __syncwarp();
+  const float end = end_of(p, costs, counts);
+  if (own_lane() == 0) shared.ends[own_warp()] = end;
+  __syncthreads();
+  float soonest = shared.ends[0];
+  for (float other : shared.ends) soonest = smaller(soonest, other);
+  int candidate = 0;
+  while (shared.ends[candidate] > soonest * EQUAL_ENDS) candidate++;
+  return quantum_of(p, all, candidate);
+}
+
+// count_entries() counts the entries of both classes by cost, and then the entries of buckets with longer ones.
+DEVICE Order count_entries(const AttentionParams& p, Shared& shared, const TileKeys* tiles, const Costs& costs,
+                           int quantum, int& front) {
+  const int warp = own_warp(), lane = own_lane();
+  if (warp < 2) shared.counts[warp][lane] = 0;
+  __syncthreads();
+  for (int slot = threadIdx.x; slot < p.num_tiles; slot += THREADS) {
+    const TileKeys tile = tiles[slot];
+    if (tile.group == NOBODY) continue;
+    const Chunks chunks(tile.end - tile.begin, quantum);
+    const int alone = is_alone(p, tiles, slot);
+    u32* counts = shared.counts[alone];
+    if (chunks.number > 1) atomicAdd(&counts[costs.bucket(quantum)], static_cast<u32>(chunks.number - 1));
+    atomicAdd(&counts[costs.bucket(chunks.last)], 1u);
+    atomicMax(&shared.longest_of[alone], costs.of(larger(chunks.last, chunks.number > 1 ? quantum : 0)));
   }
   __syncthreads();
-  const int front = longest_of[1] > longest_of[0];
-  if (thread == 0) mixed = num_mixed(p, costs, counts[1 - front], longest_of[front]);
+  front = shared.longest_of[1] > shared.longest_of[0];
+  if (threadIdx.x == 0) shared.mixed = num_mixed(p, costs, shared.counts[1 - front], shared.longest_of[front]);
   __syncthreads();
   // Counts become the ranks of the first entries of each bucket, the longest entries first.
   if (warp < 2) {
     const int bucket = BUCKETS - 1 - lane;
-    const u32 own = counts[warp][bucket], up_to = sum_up_to(own);
+    const u32 own = shared.counts[warp][bucket], up_to = sum_up_to(own);
     __syncwarp();
-    counts[warp][bucket] = up_to - own;
-    if (lane == WARP - 1) entries[warp] = up_to;
+    shared.counts[warp][bucket] = up_to - own;
+    if (lane == WARP - 1) shared.entries[warp] = up_to;
   }
   __syncthreads();
-  const Order order = {entries[front], mixed};
+  return {shared.entries[front], shared.mixed};
+}
 
-  // 4. Write the entries of whole tiles, and the last ones of those that are cut.
+// write_last_chunks() writes the entries of whole tiles, and the last ones of those that are cut.
+DEVICE void write_last_chunks(const AttentionParams& p, Shared& shared, const TileKeys* tiles, const Costs& costs,
+                              int quantum, const Order& order, int front) {
   WorkEntry* list = work_entries(p);
-  for (int slot = thread; slot < p.num_tiles; slot += THREADS) {
+  for (int slot = threadIdx.x; slot < p.num_tiles; slot += THREADS) {
     const TileKeys tile = tiles[slot];
     if (tile.group == NOBODY) continue;
     const Chunks chunks(tile.end - tile.begin, quantum);
-    const int alone = is_alone(slot), others = chunks.number - 1;
+    const int alone = is_alone(p, tiles, slot), others = chunks.number - 1;
+    u32* ranks = shared.counts[alone];
     int part = WHOLE;
     if (others > 0) {
-      const int first_part = static_cast<int>(atomicAdd(&parts, static_cast<u32>(chunks.number)));
-      const int rank = static_cast<int>(atomicAdd(&counts[alone][costs.bucket(quantum)], static_cast<u32>(others)));
-      cut_tiles(p)[atomicAdd(&cut, 1u)] = {tile.group, tile.tile, first_part, chunks.number,
-                                           tile.begin, tile.end,  rank,       alone == front};
+      const int first_part = static_cast<int>(atomicAdd(&shared.parts, static_cast<u32>(chunks.number)));
+      const int rank = static_cast<int>(atomicAdd(&ranks[costs.bucket(quantum)], static_cast<u32>(others)));
+      cut_tiles(p)[atomicAdd(&shared.cut, 1u)] = {tile.group, tile.tile, first_part, chunks.number,
+                                                  tile.begin, tile.end,  rank,       alone == front};
       part = first_part + others;
     }
-    const int rank = static_cast<int>(atomicAdd(&counts[alone][costs.bucket(chunks.last)], 1u));
+    const int rank = static_cast<int>(atomicAdd(&ranks[costs.bucket(chunks.last)], 1u));
     list[order.place(alone == front, rank)] = {tile.group, tile.tile, tile.end - chunks.last, tile.end, others, part};
   }
-  __syncthreads();
-  // 5. Each warp writes the other chunks of a tile that is cut.
-  for (u32 number = warp; number < cut; number += THREADS / WARP) {
+}
+
+// write_other_chunks() writes, with a warp for each tile that is cut, its chunks but the last one.
+DEVICE void write_other_chunks(const AttentionParams& p, const Shared& shared, int quantum, const Order& order) {
+  WorkEntry* list = work_entries(p);
+  for (u32 number = own_warp(); number < shared.cut; number += THREADS / WARP) {
     const CutTile tile = cut_tiles(p)[number];
-    for (int chunk = lane; chunk < tile.parts - 1; chunk += WARP) {
+    for (int chunk = own_lane(); chunk < tile.parts - 1; chunk += WARP) {
       const int begin = tile.begin + chunk * quantum;
       list[order.place(tile.in_front, tile.first_rank + chunk)] = {tile.group,      tile.tile, begin,
                                                                    begin + quantum, chunk,     tile.first_part + chunk};
     }
   }
-  if (thread == 0) work_counts(p) = {static_cast<int>(entries[0] + entries[1]), static_cast<int>(cut)};
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) find_work(const AttentionParams p) {
+  __shared__ Shared shared;
+  if (threadIdx.x == 0) {
+    shared.cut = shared.parts = 0;
+    shared.longest_of[0] = shared.longest_of[1] = 0;
+  }
+  shared.counts[own_warp()][own_lane()] = 0;
+  __syncthreads();
+
+  TileKeys* tiles = tile_keys(p);
+  // 1. Find the keys of each tile.
+  const Total all = find_keys(p, shared, tiles);
+  // 2. Each warp holds a quantum against the tiles; the one with which all ends first is taken.
+  const int quantum = choose_quantum(p, shared, tiles, all);
+  const Costs costs(p, quantum, all.longest);
+  __syncthreads();
+  // 3. Count both classes' entries by cost, which gives their places in the list.
+  int front;  // the class in front
+  const Order order = count_entries(p, shared, tiles, costs, quantum, front);
+  // 4. Write the entries of whole tiles, and the last ones of those that are cut.
+  write_last_chunks(p, shared, tiles, costs, quantum, order, front);
+  __syncthreads();
+  // 5. Write the other chunks of tiles that are cut.
+  write_other_chunks(p, shared, quantum, order);
+  if (threadIdx.x == 0) {
+    work_counts(p) = {static_cast<int>(shared.entries[0] + shared.entries[1]), static_cast<int>(shared.cut)};
+  }
 }
