@@ -52,7 +52,7 @@ DEVICE void hide_outside(Accum (&x)[N], const Mask& mask, const Place<OF_KEYS>& 
       });
 }
 // The loop over what lengths and window alone hide is written out, because the compiler makes longer forward kernels of
-// hide_by_rows() beside a block mask.
+// hide_by_rows() together with a block mask.
 template <int N, bool OF_KEYS>
 DEVICE void hide_outside(Accum (&x)[N], const Mask& mask, const Place<OF_KEYS>& place) {
 #pragma unroll

@@ -1,4 +1,4 @@
-"""Notes of kernels that spill registers stand beside CuPy's compiled code, so that no later process compiles them.
+"""Notes of kernels that spill registers stand next to CuPy's compiled code, so that no later process compiles them.
 
 A note is a file of its own, named by a hash of the source and of all that makes machine code of it. It is written as a
 whole or not at all, and says what any process would find that compiled the same source, so that many may write it.

@@ -1,4 +1,4 @@
-"""Pages in host memory beside the pools of a device, and the copies of pages between the two.
+"""Pages in host memory that belong to the pools of a device, and the copies of pages between the two.
 
 Copies are enqueued on the current stream, where whatever made a page's numbers is before them and whatever uses its
 memory again comes behind them. The host itself reads and writes its pages behind `HostPools.finish` alone.

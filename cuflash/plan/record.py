@@ -22,7 +22,7 @@ UNALIGNED, UNUSUAL_SCALE = "unaligned", "unusual_scale"
 
 
 class Word(str):
-    """A word says what a problem is like; a record takes it beside any number of options, and may need it."""
+    """A word says what a problem is like; a record takes it with any number of options, and may need it."""
 
     __slots__ = ()
 
@@ -32,7 +32,7 @@ class Takes:
     """The options besides a window that a record can take."""
 
     options: tuple[str, ...] | None  # None is any, known here or not
-    most: int  # so many of them beside each other
+    most: int  # so many of them at once
     least: int = 0  # with fewer, other kernels are faster
     lacks: tuple[str, ...] = ()  # options and words that it cannot take
 

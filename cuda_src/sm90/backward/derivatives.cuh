@@ -4,7 +4,7 @@
 #include "../../fragment/gradient_fragment.cuh"
 #include "../wgmma.cuh"
 
-// TAKES_SOFTCAP: softcap is applied here. Beside the user's own rule, whose derivative no weight tells, to_weights()
+// TAKES_SOFTCAP: softcap is applied here. With the user's own rule, whose derivative no weight tells, to_weights()
 // does it, and Derivatives keeps both derivatives.
 constexpr bool TAKES_SOFTCAP = HAS_SOFTCAP && !HAS_SCORE_MOD;
 constexpr bool KEEPS_DERIVATIVE = TAKES_SOFTCAP && HAS_BIAS;

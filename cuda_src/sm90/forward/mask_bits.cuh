@@ -32,8 +32,8 @@ DEVICE void hide_by_mask_tile(float (&x)[BLOCK_N / 2], u32 tile, int warp_row) {
 }
 
 // unaligned_mask_word() is Mask::mask_word() for rows that begin anywhere: it reads the aligned words that hold the 32
-// columns, as long as the last of them ends within the row. Registers do not suffice for these words beside other
-// options.
+// columns, as long as the last of them ends within the row. With other options registers do not suffice for these
+// words.
 DEVICE u32 unaligned_mask_word(const Mask& mask, int i, int j) {
   constexpr int BYTES = sizeof(u32), NUM_WORDS = WORD / BYTES;
   const bool in_words = mask.mask_column_stride == 1 && j + WORD + BYTES - 1 <= mask.mask_last_column;

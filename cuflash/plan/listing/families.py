@@ -71,7 +71,7 @@ def option_sets(name: str, lines: Sequence[Record[Any]], handled: Flags = KNOWN_
             flag = rng.choice(alone)
             # Where a line is for one option, a window tells whether a step takes several listed tiles.
             found += [(WINDOW, flag)] if len(alone) > 1 else [(flag,), (WINDOW, flag)]
-        if takes.least > 1 and len(alone) == takes.least:  # a line for these options beside each other
+        if takes.least > 1 and len(alone) == takes.least:  # a line for these options together
             found.append(tuple(alone))
     others = [flag for flag in handled if flag != WINDOW]
     for _ in range(_DRAWN):

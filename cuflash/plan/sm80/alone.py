@@ -1,6 +1,6 @@
 """Clusters and predicted times of the backward kernel that runs alone, where a tile, or a cluster, has all keys.
 
-All times are microseconds. Beside 65 kernels of 20 problems that were timed in CUDA graphs on an H200, half of the
+All times are microseconds. Of 65 kernels of 20 problems that were timed in CUDA graphs on an H200, half of the
 predictions are within 8%, nine of ten within 22%, and so are those of other kernels' launches; of several steps of wide
 heads they lie between 0.52 and 1.36 of what was measured.
 """

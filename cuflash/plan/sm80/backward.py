@@ -1,7 +1,7 @@
 """The configurations of the backward kernels by mma.sync on 16 bits (sm_75 and later), and when they run.
 
 Kernels whose thread blocks stay with keys compute dq, dk, dv and the slopes' gradient (`backward`). Those whose thread
-blocks stay with queries compute the rest: dq with repeating bits under a block mask and, beside it or beside options
+blocks stay with queries compute the rest: dq with repeating bits under a block mask and, with it or with options
 with which the former cannot, the slopes' gradient (`of_queries`), and a bias's gradient (`of_bias`). `tiles` has
 the records of all.
 """
@@ -126,7 +126,7 @@ def of_rows(config: Sm80BackwardConfig, entry: str) -> Sm80BackwardConfig:
 def with_dslopes(config: Sm80BackwardConfig) -> Sm80BackwardConfig:
     """Return the configuration of a kernel that adds up the slopes' gradient, or the same one where it cannot.
 
-    That gradient comes from those of scores before softcap's derivative, which beside a rule is the rule's.
+    That gradient comes from those of scores before softcap's derivative, which with a rule is the rule's.
     """
     writes = config.has_alibi and config.computes_dk and not (config.has_softcap and config.has_score_mod)
     return replace(config, writes_dslopes=writes)

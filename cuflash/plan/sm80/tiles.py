@@ -238,7 +238,7 @@ ALONE: tuple[Record[Sm80BackwardTile], ...] = (
     *records((MAIN,), HALF, (192, 192), *map(Record, (_SMALL, _OF_192))),
     *records((MAIN,), HALF, (256, 256), *map(Record, (_SMALL, Sm80BackwardTile(64, 64, 8, 1, True, query_warps=4)))),
 )  # fmt: skip
-# These are for clusters, beside those of `ALONE`: of few queries, of few keys, or of many keys.
+# These are for clusters, as those of `ALONE` are: of few queries, of few keys, or of many keys.
 _FEW_KEYS = Record(Sm80BackwardTile(64, 32, 4, 1, True, min_blocks=2, query_warps=2))
 IN_CLUSTERS: tuple[Record[Sm80BackwardTile], ...] = (
     *records(

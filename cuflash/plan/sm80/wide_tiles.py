@@ -56,7 +56,7 @@ FORWARD: Table = {
 # Exact float32 has these on GPUs with 99 KB of shared memory, as far as they should be faster there than multiply-adds.
 _FORWARD_IN_99_KB = (
     *_forward("float32", 64, 64, Record(Sm80Tile(128, 64, 8))),
-    # From sm_120 on the compiler leaves too few registers for most options beside 32 keys.
+    # From sm_120 on the compiler leaves too few registers for most options with 32 keys.
     *_forward("float32", 128, 128, Record(Sm80Tile(64, 32, 4), PLAIN), replace(_FEWER[0], below=(12, 0)), _FEWER[1]),
 )
 

@@ -112,7 +112,7 @@ def with_query_splits(config: Sm90BackwardConfig) -> Sm90BackwardConfig:
 def with_dslopes(config: Sm90BackwardConfig) -> Sm90BackwardConfig:
     """Return the configuration of a kernel that adds up the slopes' gradient, or the same one where it cannot.
 
-    That gradient comes from those of scores before softcap's derivative. Beside a rule, and in WIDE beside a bias, the
+    That gradient comes from those of scores before softcap's derivative. With a rule, and in WIDE with a bias, the
     weights are multiplied by this derivative before.
     """
     others = config.has_score_mod or (config.has_bias and config.entry == WIDE)

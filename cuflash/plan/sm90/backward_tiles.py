@@ -78,7 +78,7 @@ _OF_96: Records = (
     *_lines(_TWO_OF_KEYS, one_of(_SOFTCAP, "has_bias", _ALIBI, _BLOCKS), _free("has_mask", _DROPOUT)),
     *(record for rule in OF_RULES for record in _with_options(_TWO_OF_KEYS, rule)),
 )
-# Up to head dim 128 a mask that is read by elements comes alone: beside another option kernels by mma.sync are faster.
+# Up to head dim 128 a mask that is read by elements comes alone: with another option kernels by mma.sync are faster.
 NARROW_TABLE: Records = (
     *records(
         (NARROW,), _HALF, (64, 64),

@@ -38,9 +38,9 @@ from cuflash.problem.attention_problem import AttentionProblem
 REGISTERS = {1: (80, 240), 2: (40, 232), 3: (32, 160), 4: (32, 112)}
 MORE_TO_LOAD = {1: (80, 248), 2: (56, 224), 3: (56, 152), 4: (32, 112)}
 _PAGES_TO_LOAD = {1: (80, 248), 2: (72, 216)}
-_MOST_PLAIN_ROWS = 128  # beside tiles of more rows a thread that loads has 32 registers
+_MOST_PLAIN_ROWS = 128  # with tiles of more rows a thread that loads has 32 registers
 # Rows of several heads leave registers for so many rows where there are no options, and where a thread has so many of a
-# tile's numbers at most beside its 160 registers: scores, their weights in 16 bits, and results.
+# tile's numbers at most in its 160 registers: scores, their weights in 16 bits, and results.
 _MOST_ROWS_OF_HEADS = 192
 _MOST_NUMBERS = 128
 # A thread computes powers in groups of four, two in each of its rows.
@@ -131,7 +131,7 @@ def leaves_registers_to_heads(record: Record[Sm90Tile]) -> bool:
 def may_split_keys(config: Sm90ForwardConfig) -> bool:
     """Return True if the thread that hands out work has registers to split the keys of its tiles.
 
-    It counts queries of several heads, bounds of a window, and splits in 32 registers beside tiles of many rows.
+    It counts queries of several heads, bounds of a window, and splits in 32 registers where tiles have many rows.
     """
     return not (config.packs_heads and config.has_window and config.block_m > _MOST_PLAIN_ROWS)
 

@@ -150,8 +150,8 @@ def wide_config(problem: AttentionProblem, config: Sm90ForwardConfig) -> Sm90For
 def for_pages(problem: AttentionProblem, config: Sm90ForwardConfig) -> Sm90ForwardConfig:
     """The kernel that brings the pages of a problem in the way that suits their size.
 
-    TMA brings all pages beside a block mask, whose lists of keys are one warp's, beside users' own rules, and beside
-    other options in tiles of many rows, which leave no registers.
+    TMA brings all pages under a block mask, whose lists of keys are one warp's, under users' own rules, and with other
+    options in tiles of many rows, which leave no registers.
     """
     if problem.pages is None or math.gcd(config.block_n, problem.pages.page_size) >= _FEWEST_ROWS_OF_BOX:
         return config

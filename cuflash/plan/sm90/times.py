@@ -193,7 +193,7 @@ def predicted_us(problem: AttentionProblem, kernel: _Tile, num_splits: int, num_
     heads = kernel.num_heads(problem) * problem.batch
     steps = -(-_steps(problem, kernel) // num_splits)
     if num_splits == 1 and steps.any() and not kernel.packs_heads:
-        steps = steps[steps > 0]  # such a kernel writes tiles that see no key beside the others
+        steps = steps[steps > 0]  # such a kernel writes tiles that see no key while it computes the others
     merging = merging_us(rows_of(problem), problem.head_dim_v, num_splits)
     computing = computing_us(steps, num_splits * heads, times.step, tile_us(kernel), num_sms)
     return times.launch + computing + merging

@@ -26,7 +26,7 @@ def write(path: Path, facts: dict[str, Any], cells: Iterable[dict[str, Any]]) ->
 def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
     """Write JSON objects in place of the file at `path`, one a line.
 
-    The text goes into a file beside it that then takes its name, so that a run that is cut short leaves the old
+    The text goes into a file next to it that then takes its name, so that a run that is cut short leaves the old
     record or the new one, and never half of one.
     """
     text = "".join(json.dumps(line) + "\n" for line in lines)

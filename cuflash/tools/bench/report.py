@@ -144,7 +144,7 @@ def table(results: Iterable[Result], unit: str) -> str:
 def summary(results: Iterable[Result]) -> str:
     """Quantiles of the ratios to the fastest peer, and the cells where it is least."""
     rated = [(ratio, result) for result in results if (ratio := result.ratio()) is not None]
-    lines = [f"{len(rated)} cells beside a peer"]
+    lines = [f"{len(rated)} cells with a peer"]
     for name, short in ((f"above {SHORT_US} us", False), (f"up to {SHORT_US} us", True)):
         ratios = np.array([ratio for ratio, result in rated if (1e3 * result.median(US) <= SHORT_US) == short])
         if ratios.size:
