@@ -1,4 +1,4 @@
-"""Daemon threads compile kernels while a call's thread goes on: those it needs next, and those that later calls will need.
+"""Daemon threads compile kernels while a call goes on: those it needs next, and those that later calls will need.
 
 Nothing that happens here reaches a call, and a process ends as soon as what is being compiled is done: the compiler's
 own threads would crash if the process ended under them. What waits is dropped.

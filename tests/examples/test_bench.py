@@ -167,7 +167,7 @@ def test_random_cells_are_summed_up(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert bench.run(parser.parse_args(arguments)) == 0
     facts, results = records.read(tmp_path / "run.jsonl")
     assert facts["seed"] == 7 and [r["cell"]["name"] for r in results] == ["seed 7"] * 4
-    assert "speed over the fastest peer's, forward: 2 cells beside a peer" in capsys.readouterr().out
+    assert "speed over the fastest peer's, forward: 2 cells with a peer" in capsys.readouterr().out
     assert (tmp_path / "run.svg").read_text("utf-8").rstrip().endswith("</svg>")
 
 
@@ -176,7 +176,7 @@ def test_a_summary_separates_short_cells_and_lists_the_worst() -> None:
         return report.Result(PLAIN, FORWARD, times={"cuflash": [ms], "fa3": [ratio * ms], "cudnn": [9 * ms]})
 
     lines = report.summary([*(result(1 + n / 100, 1.0) for n in range(11)), result(0.5, 0.02)]).splitlines()
-    assert lines[0] == "12 cells beside a peer"
+    assert lines[0] == "12 cells with a peer"
     assert lines[1].startswith("above 50 us: 11 cells, geometric mean 1.050; quantiles 0% 1.00, ")
     assert lines[2].startswith("up to 50 us: 1 cells, geometric mean 0.500; ")
     assert lines[3] == "0.50  plain: cuflash 20.0, fa3 10.0, cudnn 180.0 us" and len(lines) == 3 + 10
