@@ -14,10 +14,10 @@ DEVICE void add_slice(float (&out)[HEAD_DIM_V / 2], const float (&sum)[SLICE / 2
   }
 }
 
-// write_results() writes out * factor for the thread's rows of a tile; rows in [len_q, rows_q) are padding and become
-// 0.
+// write_results() writes out * factor, and lse, of the thread's rows of a tile; rows in [len_q, rows_q) are padding and
+// become 0. Each of a row's four lanes has lse, and one of them writes it.
 DEVICE void write_results(const AttentionParams& p, const TileMessage& work, int row,
-                          const float (&out)[HEAD_DIM_V / 2], const float (&factor)[2]) {
+                          const float (&out)[HEAD_DIM_V / 2], const float (&factor)[2], const float (&lse)[2]) {
   const Sequence& s = work.sequence;
   const auto& results = reinterpret_cast<const Tensor<Result>&>(p.out);
   Result* data = results.at(batch_of(p, s), s.row_q, work.head);
@@ -32,6 +32,11 @@ DEVICE void write_results(const AttentionParams& p, const TileMessage& work, int
       }
     }
   }
+  if (lane() % 4 < 2) {
+    const int i = row + 8 * (lane() % 4);
+    const float own_lse = lane() % 4 == 0 ? lse[0] : lse[1];
+    if (i < s.rows_q) *p.lse.at(batch_of(p, s), s.row_q + i, work.head) = i < s.len_q ? own_lse : -infinity();
+  }
 }
 
 // OwnTile is what the hooks of scores ask of the current tile of keys.
@@ -40,21 +45,196 @@ struct OwnTile {
   bool masked;  // with a block mask: some element may be hidden
 };
 
-// find_slots() finds the slots of a block mask's 64 x 64 blocks that 64 queries and a tile of keys touch.
-DEVICE void find_slots(int (&slots)[BLOCKS_OF_ROW], const AttentionParams& p, const TileMessage& work, int warpgroup,
-                       int entry) {
-  if constexpr (HAS_BLOCK_MASK) {
-    const Mask mask(p, work.sequence, work.head);
-    const int row = work.tile * WARPGROUPS_PER_TILE + warpgroup, first = (entry >> 1) * BLOCK_N / CANONICAL;
-#pragma unroll
-    for (int i = 0; i < BLOCKS_OF_ROW; i++) {
-      const bool inside = row < mask.slot_rows && first + i < mask.slot_columns;
-      slots[i] = (entry & 1) == 0 ? VISIBLE_SLOT
-                 : inside         ? mask.slots[static_cast<i64>(row) * mask.slot_columns + first + i]
-                                  : HIDDEN_SLOT;
+// Consumer is a warpgroup with its tile of queries, and has a function for each step of the loop over tiles of keys.
+// Its arrays share no struct, for the reason that ../forward/consumer.cuh tells.
+struct Consumer {
+  const AttentionParams& p;
+  SharedStorage& shared;
+  Rings& rings;
+  const ProductOrder& order;
+  const TileMessage& work;  // read again from shared memory where it is needed: registers are scarce
+  const ScoreScales& scales;
+  const UnitFragment& scores;
+  WeightScales& weight_scales;
+  CodeSoftmax& softmax;
+  float (&out)[HEAD_DIM_V / 2];         // O (64, HEAD_DIM_V)
+  float (&sum)[SLICE / 2];              // a product with one slice of the values (64, SLICE)
+  float (&rescale)[2];                  // what earlier results of the thread's two rows are multiplied by
+  u32 (&weights)[BLOCK_N / 8];          // P (64, BLOCK_N) as codes
+  int& parity;                          // of the flags of seen keys
+  const int warpgroup, first_row, row;  // the warpgroup's number, its first row, the thread's first row
+  const u32 queries;                    // where the warpgroup's rows are in Q
+  const KeyTiles tiles;
+
+  // skip() releases tiles of keys that this warpgroup does not see, and takes its places in the order.
+  DEVICE void skip(int from, int to) {
+#pragma unroll 1
+    for (int number = from; number > to; number--) {
+      rings.k.wait();
+      rings.k.release();
+      order.wait();
+      order.arrive();
+      if constexpr (TOKEN_SCALES) {
+        rings.scales.wait();
+        rings.scales.release();
+      }
+      rings.columns.wait();
+      rings.columns.release();
     }
   }
-}
+
+  // step() is the main loop's body: it computes the weights of a tile of keys while the tensor cores multiply the last
+  // ones with their values, if there are any (`first`: there are none).
+  DEVICE void step(int number, bool first) {
+    float x[BLOCK_N / 2], next_rescale[2];  // S, then P: the thread's fragment of (64, BLOCK_N)
+    const int entry = tiles.entry(number), first_key = (entry >> 1) * BLOCK_N;
+    // 1. The products: the last slice of O is computed behind the scores, and while they become weights.
+    multiply(x, first);
+    // 2. What does not depend on the products is found meanwhile.
+    FragmentBits bits;
+    UnitFragment::Random random;
+    const bool masked = prepare(bits, random, entry, first_key);
+    // 3. Wait for S, and release the keys; products become scores, and scores weights.
+    if (first) {
+      ptx::wgmma_wait_group<0>();
+    } else {
+      ptx::wgmma_wait_group<1>();
+    }
+    keep(x);
+    rings.k.release();
+    find_weights(x, next_rescale, bits, random, first_key, masked, first);
+    // 4. The last slice of O arrives, and the weights are rounded.
+    if (!first) {
+      ptx::wgmma_wait_group<0>();
+      finish_slice(SLICES - 1);
+      rings.columns.release();
+    }
+    rescale[0] = next_rescale[0];
+    rescale[1] = next_rescale[1];
+    pack_codes(weights, x);
+  }
+
+  // finish() multiplies the last weights with their values, and completes the sums meanwhile.
+  DEVICE void finish(float sink, float (&inverse)[2], float (&lse)[2]) {
+#pragma unroll
+    for (int slice = 0; slice < SLICES; slice++) {
+      multiply_weights(sum, weights, rings.columns.buffer(), slice);
+      if (slice + 1 == SLICES) {
+        order.arrive();
+        softmax.finish(sink, inverse, lse);
+      }
+      ptx::wgmma_wait_group<0>();
+      finish_slice(slice);
+    }
+    rings.columns.release();
+  }
+
+ private:
+  DEVICE void finish_slice(int slice) {
+    keep(sum);
+    add_slice(out, sum, rescale, slice);
+  }
+
+  // multiply() starts S = Q K^T in the warpgroup's place in the order and, unless the tile is the first, O += P V of
+  // the tile before, of which it leaves the last slice.
+  DEVICE void multiply(float (&x)[BLOCK_N / 2], bool first) {
+    rings.k.wait();
+    if (!first) rings.columns.wait();
+    order.wait();
+    if (SLICES > 1 && !first) multiply_weights(sum, weights, rings.columns.buffer(), 0);
+    multiply_queries(x, queries, rings.k.buffer());
+    if (!first) {
+      if constexpr (SLICES == 1) {
+        multiply_weights(sum, weights, rings.columns.buffer(), 0);
+      } else {
+#pragma unroll
+        for (int slice = 1; slice < SLICES; slice++) {
+          if (slice == 1) {
+            ptx::wgmma_wait_group<1>();
+          } else {
+            ptx::wgmma_wait_group<0>();
+          }
+          finish_slice(slice - 1);
+          multiply_weights(sum, weights, rings.columns.buffer(), slice);
+        }
+      }
+    }
+    order.arrive();
+  }
+
+  // prepare() finds visible elements and random bits of a tile, and tells whether elements of it may be hidden, or get
+  // a bias.
+  DEVICE bool prepare(FragmentBits& bits, UnitFragment::Random& random, int entry, int first_key) {
+    const bool is_partial = HAS_MASK || HAS_ALIBI || entry & 1 ||
+                            !scores.mask.columns_inside(first_row, ROWS_OF_WARPGROUP, first_key, BLOCK_N);
+    const OwnTile tile = {entry >> 1, HAS_BLOCK_MASK && is_partial};
+    const bool masked = HAS_BIAS || scores.needs_mask(tile, first_row, ROWS_OF_WARPGROUP);
+    if (HAS_BLOCK_MASK && masked) {
+      int slots[BLOCKS_OF_ROW];
+      find_slots(slots, entry);
+      scores.fetch(bits, slots);
+    }
+    scores.draw_ahead(random, row, first_key);
+    if (masked) scores.find_visible(bits, row, first_key);
+    if constexpr (TOKEN_SCALES) rings.scales.wait();
+    return masked;
+  }
+
+  // find_slots() finds the slots of a block mask's 64 x 64 blocks that the warpgroup's queries and a tile of keys
+  // touch.
+  DEVICE void find_slots(int (&slots)[BLOCKS_OF_ROW], int entry) const {
+    if constexpr (HAS_BLOCK_MASK) {
+      const Mask mask(p, work.sequence, work.head);
+      const int row = work.tile * WARPGROUPS_PER_TILE + warpgroup, first = (entry >> 1) * BLOCK_N / CANONICAL;
+#pragma unroll
+      for (int i = 0; i < BLOCKS_OF_ROW; i++) {
+        const bool inside = row < mask.slot_rows && first + i < mask.slot_columns;
+        slots[i] = (entry & 1) == 0 ? VISIBLE_SLOT
+                   : inside         ? mask.slots[static_cast<i64>(row) * mask.slot_columns + first + i]
+                                    : HIDDEN_SLOT;
+      }
+    }
+  }
+
+  // find_weights() turns products into weights; results of earlier tiles are to be multiplied by next_rescale.
+  DEVICE void find_weights(float (&x)[BLOCK_N / 2], float (&next_rescale)[2], FragmentBits& bits,
+                           UnitFragment::Random& random, int first_key, bool masked, bool first) {
+    const SharedScales& of_tile = shared.scales[TOKEN_SCALES ? rings.scales.stage : 0];
+    scales.apply(x, of_tile.of_keys);
+    scores.apply(x, bits, row, first_key, masked,
+                 [&](float (&x)[BLOCK_N / 2], bool masked) { scores.add_bias(x, row, first_key, masked); });
+    clear_nan(x, first);
+    float bits_of_weights[BIT_ROWS];
+    weight_scales.find_bits(bits_of_weights, x, of_tile.of_values, of_tile.top());
+    softmax.step(x, next_rescale, bits_of_weights);
+    scores.drop(x, random, row, first_key);
+    weight_scales.apply(x, of_tile.of_values, masked);
+    if constexpr (TOKEN_SCALES) {
+      __syncwarp();
+      rings.scales.release();
+    }
+  }
+
+  // clear_nan() keeps NaN of keys that nobody sees out of the results; x are the scores of this tile.
+  DEVICE void clear_nan(const float (&x)[BLOCK_N / 2], bool first) {
+    if constexpr (HIDES_ANYWHERE) {
+      auto next = rings.columns;
+      if (!first) next.advance();
+      next.wait();
+      bool has_nan = false;
+#pragma unroll
+      for (int nan : shared.has_nan[next.stage]) has_nan |= nan != 0;
+      if (!has_nan) return;
+      u8* flags = shared.seen.flags[parity];
+      parity ^= 1;
+      mark_seen(flags, x);
+      sync_team();
+      clear_columns(next.buffer(), flags);
+      sync_team();
+      if (threadIdx.x < BLOCK_N) flags[threadIdx.x] = 0;
+    }
+  }
+};
 
 // consume() is a consumer warpgroup: it computes 64 rows of every tile that it is handed. The products of the last
 // weights with their values and those of the next scores are issued together, and the warpgroups take the tensor cores
@@ -62,10 +242,9 @@ DEVICE void find_slots(int (&slots)[BLOCKS_OF_ROW], const AttentionParams& p, co
 DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings, int warpgroup) {
   const ProductOrder order(warpgroup);
   const TileRows rows(p);
-  int parity = 0;  // of the flags of seen keys
+  int parity = 0;
   while (true) {
     rings.work.wait();
-    // Read again from shared memory where it is needed: registers are scarce.
     const TileMessage& work = shared.work[rings.work.stage];
     if (work.tile == NO_TILE) break;
     const Sequence& s = work.sequence;
@@ -79,157 +258,33 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings
     scales.units(units, scores.units.unit);
     CodeSoftmax softmax(units);
     float out[HEAD_DIM_V / 2], sum[SLICE / 2], rescale[2] = {0, 0};
-    u32 weights[BLOCK_N / 8];  // P (64, BLOCK_N) as codes
+    u32 weights[BLOCK_N / 8];
 #pragma unroll
     for (int e = 0; e < HEAD_DIM_V / 2; e++) out[e] = 0;
     const KeyRange keys = work.keys;
     const KeyRange seen = HIDES_ANYWHERE || VISITS_ALL_KEYS ? keys : work.own_keys[warpgroup];
-    // skip() releases tiles of keys that this warpgroup does not see, and takes its places in the order.
-    const auto skip = [&](int from, int to) {
-#pragma unroll 1
-      for (int number = from; number > to; number--) {
-        rings.k.wait();
-        rings.k.release();
-        order.wait();
-        order.arrive();
-        if constexpr (TOKEN_SCALES) {
-          rings.scales.wait();
-          rings.scales.release();
-        }
-        rings.columns.wait();
-        rings.columns.release();
-      }
-    };
-    const auto finish_slice = [&](int slice) {
-      keep(sum);
-      add_slice(out, sum, rescale, slice);
-    };
-    // clear_nan() keeps NaN of keys that nobody sees out of the results; x are the scores of this tile.
-    const auto clear_nan = [&](const float (&x)[BLOCK_N / 2], bool first) {
-      if constexpr (HIDES_ANYWHERE) {
-        auto next = rings.columns;
-        if (!first) next.advance();
-        next.wait();
-        bool has_nan = false;
-#pragma unroll
-        for (int nan : shared.has_nan[next.stage]) has_nan |= nan != 0;
-        if (!has_nan) return;
-        u8* flags = shared.seen.flags[parity];
-        parity ^= 1;
-        mark_seen(flags, x);
-        sync_team();
-        clear_columns(next.buffer(), flags);
-        sync_team();
-        if (threadIdx.x < BLOCK_N) flags[threadIdx.x] = 0;
-      }
-    };
-    // step() computes the weights of a tile of keys while the tensor cores multiply the last ones with their values, if
-    // there are any (`first`: there are none).
     const u32 queries = rings.q.buffer() + warpgroup * ROWS_OF_WARPGROUP * ROW_BYTES;
-    const KeyTiles tiles(p, work);
-    const auto step = [&](int number, bool first) {
-      float x[BLOCK_N / 2], next_rescale[2];
-      const int entry = tiles.entry(number), first_key = (entry >> 1) * BLOCK_N;
-      // 1. The products: the last slice of O is computed behind the scores, and while they become weights.
-      rings.k.wait();
-      if (!first) rings.columns.wait();
-      order.wait();
-      if (SLICES > 1 && !first) multiply_weights(sum, weights, rings.columns.buffer(), 0);
-      multiply_queries(x, queries, rings.k.buffer());
-      if (!first) {
-        if constexpr (SLICES == 1) {
-          multiply_weights(sum, weights, rings.columns.buffer(), 0);
-        } else {
-#pragma unroll
-          for (int slice = 1; slice < SLICES; slice++) {
-            if (slice == 1) {
-              ptx::wgmma_wait_group<1>();
-            } else {
-              ptx::wgmma_wait_group<0>();
-            }
-            finish_slice(slice - 1);
-            multiply_weights(sum, weights, rings.columns.buffer(), slice);
-          }
-        }
-      }
-      order.arrive();
-      // 2. What does not depend on the products is found meanwhile.
-      const bool is_partial = HAS_MASK || HAS_ALIBI || entry & 1 ||
-                              !scores.mask.columns_inside(first_row, ROWS_OF_WARPGROUP, first_key, BLOCK_N);
-      const OwnTile tile = {entry >> 1, HAS_BLOCK_MASK && is_partial};
-      const bool masked = HAS_BIAS || scores.needs_mask(tile, first_row, ROWS_OF_WARPGROUP);
-      FragmentBits bits;
-      if (HAS_BLOCK_MASK && masked) {
-        int slots[BLOCKS_OF_ROW];
-        find_slots(slots, p, work, warpgroup, entry);
-        scores.fetch(bits, slots);
-      }
-      UnitFragment::Random random;
-      scores.draw_ahead(random, row, first_key);
-      if (masked) scores.find_visible(bits, row, first_key);
-      if constexpr (TOKEN_SCALES) rings.scales.wait();
-      // 3. Products become scores, and scores weights.
-      if (first) {
-        ptx::wgmma_wait_group<0>();
-      } else {
-        ptx::wgmma_wait_group<1>();
-      }
-      keep(x);
-      rings.k.release();
-      const SharedScales& of_tile = shared.scales[TOKEN_SCALES ? rings.scales.stage : 0];
-      scales.apply(x, of_tile.of_keys);
-      scores.apply(x, bits, row, first_key, masked,
-                   [&](float (&x)[BLOCK_N / 2], bool masked) { scores.add_bias(x, row, first_key, masked); });
-      clear_nan(x, first);
-      float bits_of_weights[BIT_ROWS];
-      weight_scales.find_bits(bits_of_weights, x, of_tile.of_values, of_tile.top());
-      softmax.step(x, next_rescale, bits_of_weights);
-      scores.drop(x, random, row, first_key);
-      weight_scales.apply(x, of_tile.of_values, masked);
-      if constexpr (TOKEN_SCALES) {
-        __syncwarp();
-        rings.scales.release();
-      }
-      // 4. The last slice of O arrives, and the weights are rounded.
-      if (!first) {
-        ptx::wgmma_wait_group<0>();
-        finish_slice(SLICES - 1);
-        rings.columns.release();
-      }
-      rescale[0] = next_rescale[0];
-      rescale[1] = next_rescale[1];
-      pack_codes(weights, x);
-    };
+    Consumer tile = {p,   shared,  rings,   order,  work,      scales,    scores, weight_scales, softmax,          out,
+                     sum, rescale, weights, parity, warpgroup, first_row, row,    queries,       KeyTiles(p, work)};
 
     float inverse[2] = {0, 0};
     const float sink = p.sink == nullptr || work.split() > 0 ? -infinity() : p.sink[work.head];
     float lse[2] = {sink, sink};
     rings.q.wait();
     const bool sees_keys = seen.begin < seen.end;
-    skip(keys.end - 1, sees_keys ? seen.end - 1 : keys.begin - 1);
+    tile.skip(keys.end - 1, sees_keys ? seen.end - 1 : keys.begin - 1);
     if (sees_keys) {
-      step(seen.end - 1, true);
+      tile.step(seen.end - 1, true);
 #pragma unroll 1
-      for (int number = seen.end - 2; number >= seen.begin; number--) step(number, false);
+      for (int number = seen.end - 2; number >= seen.begin; number--) tile.step(number, false);
     }
     rings.q.release();
-    // The last weights meet their values, and the sums are completed meanwhile. A warpgroup without keys takes this
-    // place in the order, too.
+    // The last weights meet their values. A warpgroup without keys takes this place in the order, too.
     if (sees_keys) rings.columns.wait();
     order.wait();
     if (sees_keys) {
-#pragma unroll
-      for (int slice = 0; slice < SLICES; slice++) {
-        multiply_weights(sum, weights, rings.columns.buffer(), slice);
-        if (slice + 1 == SLICES) {
-          order.arrive();
-          softmax.finish(sink, inverse, lse);
-        }
-        ptx::wgmma_wait_group<0>();
-        finish_slice(slice);
-      }
-      rings.columns.release();
-      skip(seen.begin - 1, keys.begin - 1);
+      tile.finish(sink, inverse, lse);
+      tile.skip(seen.begin - 1, keys.begin - 1);
     } else {
       order.arrive();
     }
@@ -238,12 +293,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings
     if constexpr (SPLITS_KEYS) {
       write_split(p, work, own, row, out, inverse, lse);
     } else {
-      write_results(p, work, row, out, inverse);
-    }
-    if (!SPLITS_KEYS && lane() % 4 < 2) {
-      const int i = row + 8 * (lane() % 4);
-      const float own_lse = lane() % 4 == 0 ? lse[0] : lse[1];
-      if (i < s.rows_q) *p.lse.at(batch_of(p, s), s.row_q + i, work.head) = i < s.len_q ? own_lse : -infinity();
+      write_results(p, work, row, out, inverse, lse);
     }
     __syncwarp();
     rings.work.release();
