@@ -62,6 +62,25 @@ DEVICE void read_biases(Accum (&x)[FRAGMENT], const Score& score, int row, int c
   }
 }
 
+// TileOperands are the operands of a tile of scores, (len_q, head_dim) and so on, and its first query and key.
+struct TileOperands {
+  const OperandRows q, k, dout, v;
+  const int first_row, first_key;
+
+  // load_chunk() starts to load chunk `i` to its place in shared memory, if there is one.
+  DEVICE void load_chunk(u32 tiles, int i) const {
+    const u32 at = tiles + i % STAGES * CHUNK_BYTES;
+    if (i < KEYED_CHUNKS) {
+      QueryTile{at}.load(chunk_of<HEAD_DIM, CHUNK>(q, i), first_row);
+      KeyTile{at + QueryTile::BYTES}.load(chunk_of<HEAD_DIM, CHUNK>(k, i), first_key);
+    } else if (i < CHUNKS) {
+      DoutTile{at}.load(chunk_of<HEAD_DIM_V, CHUNK>(dout, i - KEYED_CHUNKS), first_row);
+      ValueTile{at + QueryTile::BYTES}.load(chunk_of<HEAD_DIM_V, CHUNK>(v, i - KEYED_CHUNKS), first_key);
+    }
+    commit_copies();
+  }
+};
+
 // BiasGradient sums the gradient of one tile of the bias (BLOCK_M, BLOCK_N).
 struct BiasGradient {
   SharedStorage& shared;
@@ -74,22 +93,63 @@ struct BiasGradient {
   }
   static DEVICE int warp_row() { return threadIdx.x / WARP * FRAGMENTS * 16; }
 
-  // multiply_chunks() computes x += rows columns^T by chunks [begin, end); `load` starts to load a chunk in the place
-  // of the one before.
-  template <class X, class R, class C, class Load>
-  DEVICE void multiply_chunks(X& x, R rows, C columns, int begin, int end, const Load& load) const {
+  // multiply_chunks() computes x += rows columns^T by chunks [begin, end), and starts to load a chunk in the place of the
+  // one before.
+  template <class X, class R, class C>
+  DEVICE void multiply_chunks(X& x, R rows, C columns, int begin, int end, const TileOperands& operands) const {
 #pragma unroll 1
     for (int i = begin; i < end; i++) {
       wait_for_copies<STAGES - 2>();
       __syncthreads();
-      load(i + STAGES - 1);
+      operands.load_chunk(ptx::shared_address(shared.tiles), i + STAGES - 1);
       rows.address = ptx::shared_address(shared.tiles) + i % STAGES * CHUNK_BYTES;
       columns.address = rows.address + QueryTile::BYTES;
       multiply_scores(x, rows.from_row(warp_row()), columns);
     }
   }
 
-  // add() adds dS of the tile of scores at (first_row, first_key).
+  // read_numbers() reads lse and delta of a thread's two rows from `row` on.
+  static DEVICE void read_numbers(Accum (&lse)[2], Accum (&delta)[2], const AttentionParams& p, const Sequence& s,
+                                  int head, int row) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const i64 batch = batch_of(p, s);
+      const i64 own = s.row_q + smaller(row + 8 * r, s.len_q - 1);
+      lse[r] = *p.lse.at(batch, own, head);
+      delta[r] = *p.delta.at(batch, own, head);
+    }
+  }
+
+  // find_weights() turns the products of fragment f (`x`) into weights P, by its biases; `derivatives` takes what dS
+  // will need of them.
+  DEVICE void find_weights(Accum (&x)[FRAGMENT], const Accum (&biases)[FRAGMENT], Scores::Derivatives& derivatives,
+                           const Scores& scores, const Accum (&lse)[2], int f, int row, int first_key,
+                           bool masked) const {
+    take_scores(x, shared.row_factors, warp_row() + 16 * f + fragment_row(), shared.factors, 0);
+    scores.take_rule(derivatives, x, row, first_key);
+    scores.apply(x, row, first_key, masked, biases);
+#pragma unroll
+    for (int e = 0; e < FRAGMENT; e++) {
+      const Accum reference = lse[e / 2 % 2];
+      // A query that sees nothing may have any scores, where others of the tile see something.
+      x[e] = reference == -infinity() ? 0 : weight(x[e], reference);
+    }
+    scores.mark_dropped(x, row, first_key);
+  }
+
+  // add_gradients() turns dP of fragment f (`y`) into dS, by its weights, and adds it to the sum.
+  DEVICE void add_gradients(Accum (&y)[FRAGMENT], const Accum (&weights)[FRAGMENT], const Accum (&delta)[2],
+                            const Scores::Derivatives& derivatives, int f, Accum rescale) {
+    take_values(y, shared.row_factors, warp_row() + 16 * f + fragment_row(), shared.factors, 0);
+#pragma unroll
+    for (int e = 0; e < FRAGMENT; e++) y[e] = score_gradient(y[e], weights[e], delta[e / 2 % 2], rescale);
+    derivatives.differentiate_rule(y);
+#pragma unroll
+    for (int e = 0; e < FRAGMENT; e++) sum[f][e] += y[e];
+  }
+
+  // add() adds dS of the tile of scores at (first_row, first_key). A function that loads all operands would change the
+  // code that the compiler makes.
   DEVICE void add(const AttentionParams& p, const Sequence& s, int head, int first_row, int first_key) {
     const u32 tiles = ptx::shared_address(shared.tiles);
     const QueryTile queries{tiles};
@@ -99,56 +159,48 @@ struct BiasGradient {
     const int head_kv = head / group_size(p);
     const bool new_queries = own_queries.changes_to(s.batch, head, first_row);
     const bool new_keys = own_keys.changes_to(s.batch, head_kv, first_key);
-    const OperandRows q = rows_of(p, s, Operand::Q, head), k = rows_of(p, s, Operand::K, head_kv);
-    const OperandRows dout = rows_of(p, s, Operand::DOUT, head), v = rows_of(p, s, Operand::V, head_kv);
-    const auto load_chunk = [&](int i) {
-      const u32 at = tiles + i % STAGES * CHUNK_BYTES;
-      if (i < KEYED_CHUNKS) {
-        QueryTile{at}.load(chunk_of<HEAD_DIM, CHUNK>(q, i), first_row);
-        KeyTile{at + QueryTile::BYTES}.load(chunk_of<HEAD_DIM, CHUNK>(k, i), first_key);
-      } else if (i < CHUNKS) {
-        DoutTile{at}.load(chunk_of<HEAD_DIM_V, CHUNK>(dout, i - KEYED_CHUNKS), first_row);
-        ValueTile{at + QueryTile::BYTES}.load(chunk_of<HEAD_DIM_V, CHUNK>(v, i - KEYED_CHUNKS), first_key);
-      }
-      commit_copies();
-    };
+    const TileOperands operands = {rows_of(p, s, Operand::Q, head),
+                                   rows_of(p, s, Operand::K, head_kv),
+                                   rows_of(p, s, Operand::DOUT, head),
+                                   rows_of(p, s, Operand::V, head_kv),
+                                   first_row,
+                                   first_key};
+    // 1. The operands are loaded, except for rows that stay: chunks in their order, or q and k before dout and v.
     if constexpr (!IN_CHUNKS) {
-      if (new_queries) queries.load(q, first_row);
-      if (new_keys) keys.load(k, first_key);
+      if (new_queries) queries.load(operands.q, first_row);
+      if (new_keys) keys.load(operands.k, first_key);
     }
     __syncthreads();  // all have read dout, v and factors of the step before; q and k were read at its last barrier
-    if (new_queries) shared.row_factors.load(0, q, dout, first_row);
-    if (new_keys) shared.factors.load(0, k, v, first_key);
+    if (new_queries) shared.row_factors.load(0, operands.q, operands.dout, first_row);
+    if (new_keys) shared.factors.load(0, operands.k, operands.v, first_key);
     if constexpr (IN_CHUNKS) {
 #pragma unroll
-      for (int i = 0; i < STAGES - 1; i++) load_chunk(i);  // the first chunk is committed with the factors
+      for (int i = 0; i < STAGES - 1; i++)
+        operands.load_chunk(tiles, i);  // the first chunk is committed with the factors
     } else {
       commit_copies();
-      if (new_queries) douts.load(dout, first_row);
-      if (new_keys) values.load(v, first_key);
+      if (new_queries) douts.load(operands.dout, first_row);
+      if (new_keys) values.load(operands.v, first_key);
       commit_copies();
     }
 
+    // 2. The biases, lse and delta are read meanwhile.
     const Scores scores(p, s, head);
     const bool masked = HAS_MASK || HAS_BLOCK_MASK || HAS_MASK_MOD || first_row + BLOCK_M > s.len_q ||
                         !scores.mask.columns_inside(first_row, BLOCK_M, first_key, BLOCK_N);
     const int own_row = first_row + warp_row() + fragment_row();
+    // x is S, then P; y has the biases, then dP, then dS: the warp's queries x the keys.
     Accum x[FRAGMENTS][FRAGMENT], y[FRAGMENTS][FRAGMENT], lse[FRAGMENTS][2], delta[FRAGMENTS][2];
     Scores::Derivatives derivatives[FRAGMENTS];
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; f++) {
       clear(x[f]);
       read_biases(y[f], scores.score, own_row + 16 * f, first_key + fragment_column());
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
-        const i64 batch = batch_of(p, s);
-        const i64 row = s.row_q + smaller(own_row + 16 * f + 8 * r, s.len_q - 1);
-        lse[f][r] = *p.lse.at(batch, row, head);
-        delta[f][r] = *p.delta.at(batch, row, head);
-      }
+      read_numbers(lse[f], delta[f], p, s, head, own_row + 16 * f);
     }
+    // 3. S = Q K^T; from it come the weights P.
     if constexpr (IN_CHUNKS) {
-      multiply_chunks(x, queries, keys, 0, KEYED_CHUNKS, load_chunk);
+      multiply_chunks(x, queries, keys, 0, KEYED_CHUNKS, operands);
     } else {
       wait_for_copies<1>();
       __syncthreads();
@@ -156,34 +208,19 @@ struct BiasGradient {
     }
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; f++) {
-      take_scores(x[f], shared.row_factors, warp_row() + 16 * f + fragment_row(), shared.factors, 0);
-      scores.take_rule(derivatives[f], x[f], own_row + 16 * f, first_key);
-      scores.apply(x[f], own_row + 16 * f, first_key, masked, y[f]);
+      find_weights(x[f], y[f], derivatives[f], scores, lse[f], f, own_row + 16 * f, first_key, masked);
       clear(y[f]);
-#pragma unroll
-      for (int e = 0; e < FRAGMENT; e++) {
-        const Accum reference = lse[f][e / 2 % 2];
-        // A query that sees nothing may have any scores, where others of the tile see something.
-        x[f][e] = reference == -infinity() ? 0 : weight(x[f][e], reference);
-      }
-      scores.mark_dropped(x[f], own_row + 16 * f, first_key);
     }
+    // 4. dP = dO V^T; from it comes dS, which is added to the sum.
     if constexpr (IN_CHUNKS) {
-      multiply_chunks(y, douts, values, KEYED_CHUNKS, CHUNKS, load_chunk);
+      multiply_chunks(y, douts, values, KEYED_CHUNKS, CHUNKS, operands);
     } else {
       finish_copies();
       multiply_scores(y, douts.from_row(warp_row()), values);
     }
     const auto rescale = static_cast<Accum>(p.dropout_rescale);
 #pragma unroll
-    for (int f = 0; f < FRAGMENTS; f++) {
-      take_values(y[f], shared.row_factors, warp_row() + 16 * f + fragment_row(), shared.factors, 0);
-#pragma unroll
-      for (int e = 0; e < FRAGMENT; e++) y[f][e] = score_gradient(y[f][e], x[f][e], delta[f][e / 2 % 2], rescale);
-      derivatives[f].differentiate_rule(y[f]);
-#pragma unroll
-      for (int e = 0; e < FRAGMENT; e++) sum[f][e] += y[f][e];
-    }
+    for (int f = 0; f < FRAGMENTS; f++) add_gradients(y[f], x[f], delta[f], derivatives[f], f, rescale);
   }
 
   // store() writes the sums to shared memory, (BLOCK_M, stride).
