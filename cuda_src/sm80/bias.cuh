@@ -93,8 +93,8 @@ struct BiasGradient {
   }
   static DEVICE int warp_row() { return threadIdx.x / WARP * FRAGMENTS * 16; }
 
-  // multiply_chunks() computes x += rows columns^T by chunks [begin, end), and starts to load a chunk in the place of the
-  // one before.
+  // multiply_chunks() computes x += rows columns^T by chunks [begin, end), and starts to load a chunk in the place of
+  // the one before.
   template <class X, class R, class C>
   DEVICE void multiply_chunks(X& x, R rows, C columns, int begin, int end, const TileOperands& operands) const {
 #pragma unroll 1

@@ -26,7 +26,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
   ColumnIterator iterator(p, work);
   const int first_seen = OF_KEYS ? 0 : Mask(p, s, work.head).columns(0).begin;
   if (!iterator.done()) {
-    warp.load_rows();
+    const int group = group_size(p);
+    const int begin = OF_KEYS ? Mask(p, s, work.head * group).columns(0).begin : 0;
+    const OperandRows from = rows_of(p, s, OF_KEYS ? Operand::K : Operand::Q, work.head);
+    const OperandRows from_v = rows_of(p, s, OF_KEYS ? Operand::V : Operand::DOUT, work.head);
+    warp.rows.load(from, own.tile_row, begin);
+    if constexpr (NEEDS_GRADIENTS) warp.rows_v.load(from_v, own.tile_row, begin);
+    shared.row_factors.load(0, from, from_v, own.tile_row);
     if constexpr (ALTERNATES_OPERANDS) {
       warp.load_columns<!LAST_KEYED, !LAST_VALUED>(0, iterator, first_seen);
       commit_copies();

@@ -80,17 +80,6 @@ struct RowWarp {
                              OF_KEYS ? FRAGMENTS * 16 : COLUMNS);
   }
 
-  // load_rows() starts to load the rows. Keys before `begin` are hidden from all queries, and may hold anything.
-  DEVICE void load_rows() const {
-    const int group = group_size(p);
-    const int begin = OF_KEYS ? Mask(p, s, work.head * group).columns(0).begin : 0;
-    const OperandRows from = rows_of(p, s, OF_KEYS ? Operand::K : Operand::Q, work.head);
-    const OperandRows from_v = rows_of(p, s, OF_KEYS ? Operand::V : Operand::DOUT, work.head);
-    rows.load(from, own.tile_row, begin);
-    if constexpr (NEEDS_GRADIENTS) rows_v.load(from_v, own.tile_row, begin);
-    shared.row_factors.load(0, from, from_v, own.tile_row);
-  }
-
   // read_numbers() reads lse and delta of the thread's rows of fragment f, if they are queries.
   DEVICE void read_numbers(Accum (&lse)[2], Accum (&delta)[2], int f) const {
 #pragma unroll
