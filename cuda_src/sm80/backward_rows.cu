@@ -11,8 +11,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) backward_sm80_rows(con
   const int first_row = work.tile * BLOCK_M;
   if (DETERMINISTIC && p.dq_order != nullptr) {
     if (blockIdx.x == 0 && threadIdx.x == 0) *p.dq_order = 0;
-    if (s.batch >= 0 && threadIdx.x < TURNS) {
-      p.dq_order[1 + query_tile(p, s, work.head, work.tile, BLOCK_M) * TURNS + threadIdx.x] = 0;
+    if (s.batch >= 0 && threadIdx.x < ORDER_COUNTERS) {
+      p.dq_order[1 + query_tile(p, s, work.head, work.tile, BLOCK_M) * ORDER_COUNTERS + threadIdx.x] = 0;
     }
   }
   if constexpr (WRITES_DSLOPES) {

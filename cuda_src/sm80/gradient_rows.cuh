@@ -105,9 +105,9 @@ DEVICE void add_in_bulk(float* sum, float* first, float* second, const float (&x
 
 // dq_order_at() counts additions where they have an order, which is that of the keys: a warp adds its part of a tile
 // when all before it are there. The first word counts how many blocks have begun.
-static_assert(NUM_WARPS <= TURNS, "each warp has a counter");
+static_assert(NUM_WARPS <= ORDER_COUNTERS, "each warp has a counter");
 DEVICE int* dq_order_at(const AttentionParams& p, i64 tile) {
-  return p.dq_order + 1 + tile * TURNS + threadIdx.x / WARP;
+  return p.dq_order + 1 + tile * ORDER_COUNTERS + threadIdx.x / WARP;
 }
 // additions_done() asks how many additions are there. It is called early, because an answer takes long.
 DEVICE int additions_done(const int* counter) { return ptx::load_volatile(counter); }

@@ -183,7 +183,7 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
         if tiles:  # without tiles no thread block would clear the counters of the order
             of_queries["dq_sum"] = work.empty((tiles, first.block_m * first.head_dim), problem.accum_dtype)
             if first.deterministic:
-                of_queries["dq_order"] = work.empty((1 + tiles * first.turns,), np.int32)
+                of_queries["dq_order"] = work.empty((1 + tiles * first.order_counters,), np.int32)
         del others["q"]
     slopes = gpu_portable.slope_sums(problem, first.block_n, first.num_warps)
     of_slopes = {"dslope_rows": slopes.empty(work)} if first.writes_dslopes else {}

@@ -75,7 +75,7 @@ class Sm80BackwardConfig(Sm80Config):
     computes_dv: bool
     deterministic: bool  # tiles of keys add to dq in a fixed order
     writes_dslopes: bool = False  # the kernel, which computes dk, adds up the gradient of ALiBi's slopes
-    turns: int = 8  # counters of a query tile that keep this order: one for each warp, at most
+    order_counters: int = 8  # of a query tile, which keep this order: one for each warp, at most
     all_keys: bool = False  # a tile has all keys of its head: its thread block computes delta, and writes dq itself
     cluster_keys: int = 1  # see `sm80.tiles.Sm80BackwardTile`
     cluster_queries: int = 1
