@@ -204,10 +204,10 @@ def test_hidden_keys_leak_nothing(kind: str, seed: int) -> None:
     hidden = np.random.default_rng(seed).random(300) < 0.7
     options = scales | {"mask": ~hidden, "kv_lengths": np.array([280, 130], np.int32), "num_splits": 3}
     clean = cuflash.attention(q, k, v, **options)
-    spoiled = [x.copy() for x in (k, v)]
-    for x in spoiled:
+    with_nan = [x.copy() for x in (k, v)]
+    for x in with_nan:
         x[:, hidden] = 0x7F if kind == CODES else np.nan
         x[0, 280:] = x[1, 130:] = 0x7F if kind == CODES else np.inf
-    out = cuflash.attention(q, *spoiled, **options)
+    out = cuflash.attention(q, *with_nan, **options)
     assert out.tobytes() == clean.tobytes()
     assert merged()

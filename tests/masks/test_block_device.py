@@ -159,22 +159,22 @@ def check_lists(lists: on_device.TileLists, dense: NDArray[np.bool_], block_m: i
         array = getattr(lists, name)
         assert (array.dtype, array.shape) == (np.int32, (*dense.shape[:2], *shape)), name
 
-    def entries(image: tuple[int, ...], tiles: list[tuple[int, int]], position: int) -> list[int]:
+    def entries(batch_head: tuple[int, ...], tiles: list[tuple[int, int]], position: int) -> list[int]:
         expected = []
         for tile in tiles:
             m, n = tile
-            part = dense[image][m * block_m : (m + 1) * block_m, n * block_n : (n + 1) * block_n]
+            part = dense[batch_head][m * block_m : (m + 1) * block_m, n * block_n : (n + 1) * block_n]
             if part.any():
                 expected.append(tile[position] << 1 | (not part.all()))
         return expected
 
-    for image in np.ndindex(dense.shape[:2]):
+    for batch_head in np.ndindex(dense.shape[:2]):
         for m in range(num_m):
-            own = lists.row_index[image][m, : lists.row_count[image][m]]
-            assert own.tolist() == entries(image, [(m, n) for n in range(num_n)], 1)
+            own = lists.row_index[batch_head][m, : lists.row_count[batch_head][m]]
+            assert own.tolist() == entries(batch_head, [(m, n) for n in range(num_n)], 1)
         for n in range(num_n):
-            own = lists.col_index[image][n, : lists.col_count[image][n]]
-            assert own.tolist() == entries(image, [(m, n) for m in range(num_m)], 0)
+            own = lists.col_index[batch_head][n, : lists.col_count[batch_head][n]]
+            assert own.tolist() == entries(batch_head, [(m, n) for m in range(num_m)], 0)
 
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120"])

@@ -58,7 +58,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("gpu", "cpu", "plan", "cuda", "masks", "problem", *BASE),
     ),
 }
-# The families of kernels are folders of `plan`; one of them may import these others, and what lies beside the folders.
+# The families of kernels are folders of `plan`; one of them may import these others, and what lies next to the folders.
 FAMILIES: dict[str, tuple[str, ...]] = {
     "portable": (),
     "sm90": (),
