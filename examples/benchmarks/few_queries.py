@@ -5,7 +5,7 @@
 Times are of the device alone, in a CUDA graph, and speeds are those of reading K and V once. The first cells were
 measured before the query heads of a group were rows of a tile; the others are drawn in log scale with a seed that
 changes. Each cell's paged and masked results are held against those of contiguous keys. ``--splits`` also times fixed
-numbers of splits of the keys, by which the predictions of ``cuflash/plan/sm90_few_queries.py`` can be fitted. It needs
+numbers of splits of the keys, by which the predictions of ``cuflash/plan/sm90/few_queries.py`` can be fitted. It needs
 a Hopper GPU; torch and FlashAttention-3 are optional. ``few_queries_quick.py`` is a first look, with a check of drawn
 problems against float64.
 """

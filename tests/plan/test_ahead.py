@@ -240,8 +240,8 @@ def test_a_process_may_end_while_kernels_are_compiled() -> None:
         from cuflash.cuda import ahead
         from cuflash.cuda.compile import compile_for
         from cuflash.gpu.kernels import source_of
-        from cuflash.plan.listing import problem_of
-        from cuflash.plan.portable import plan
+        from cuflash.plan.listing.families import problem_of
+        from cuflash.plan.portable.kernels import plan
         source = source_of(plan(problem_of("float32", 64, 64, ()), "forward")[0])
         for _ in range(100):
             ahead.submit(lambda: compile_for("sm_80", source, "forward"))

@@ -195,7 +195,7 @@ def test_every_kind_of_products_has_records_of_every_pass() -> None:
 
 
 def test_sets_of_options_are_drawn_alike_in_every_process() -> None:
-    code = "from cuflash.plan import listing; print(listing.option_sets('a kernel', ()))"
+    code = "from cuflash.plan.listing import families; print(families.option_sets('a kernel', ()))"
     outputs = {
         subprocess.run(
             [sys.executable, "-c", code],
