@@ -21,7 +21,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
   const int tile_row = work.tile * ROWS;
   if (tile_row >= (OF_KEYS ? s.rows_k : s.rows_q)) return;
 
-  const WarpPlace own(tile_row);
+  // WarpPlace does not compute these itself, because for sm_120 the compiler would make other code.
+  const int own_warp = threadIdx.x / WARP, warp_row = own_warp / KEY_WARPS * FRAGMENTS * 16;
+  const int first_row = tile_row + warp_row;
+  const int own_column = own_warp % KEY_WARPS * FRAGMENT_COLUMNS, own_dim = own_warp % KEY_WARPS * OWN_DIM;
+  const int own_row = first_row + fragment_row();
+  const WarpPlace own = {tile_row, own_warp, warp_row, first_row, own_column, own_dim, own_row};
   const RowWarp warp(p, shared, own);
   ColumnIterator iterator(p, work);
   const int first_seen = OF_KEYS ? 0 : Mask(p, s, work.head).columns(0).begin;
@@ -83,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     for (int f = 0; f < FRAGMENTS; f++) {
       warp.find_scores(x[f], derivatives[f], scores, at, f, masked);
       if (HIDES_ANYWHERE && !OF_KEYS && masked) mark_seen(shared.seen + own.own_column, x[f]);
-      warp.find_weights(x[f], lse[f], scores, at, f);
+      warp.find_weights(x[f], scores, lse[f], shared.lse[stage], at, f);
     }
     if constexpr (!ALTERNATES_OPERANDS) clear_all(y);
     // 3. dP = dO V^T or its transpose; from it comes dS.
@@ -97,8 +102,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     if constexpr (COMPUTES_DV) {
 #pragma unroll
       for (int f = 0; f < FRAGMENTS; f++) {
+        warp.drop(x[f]);
         Accum rescale[2] = {1, 1}, exchanged[COLUMNS / 2];
-        warp.pack_weights(left[f], x[f], units_v[f], gradient_v[f], rescale, exchanged, columns, at);
+        warp.pack_in_units(left[f], x[f], units_v[f], shared.factors.of_valued(stage), gradient_v[f], rescale,
+                           exchanged, columns);
       }
       multiply_values(gradient_v, left, columns_v, own.own_dim);
     }
@@ -106,9 +113,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     if constexpr (NEEDS_GRADIENTS) {
 #pragma unroll
       for (int f = 0; f < FRAGMENTS; f++) {
+        warp.differentiate(y[f], derivatives[f], scores, dslope[f], at, f);
         Accum rescale[2] = {1, 1}, exchanged[COLUMNS / 2];
-        warp.pack_gradients(left[f], y[f], derivatives[f], dslope[f], units[f], gradient[f], rescale, exchanged,
-                            columns, scores, at, f);
+        warp.pack_in_units(left[f], y[f], units[f], shared.factors.of_keyed(stage), gradient[f], rescale, exchanged,
+                           columns);
       }
       if (HIDES_ANYWHERE && !OF_KEYS && masked) warp.clear_unseen(columns);
       if (sizeof(Element) > 2 || p.dq.data != nullptr) multiply_values(gradient, left, columns, own.own_dim);

@@ -135,14 +135,14 @@ struct RowWarp {
     scores.apply(x, row, at.first_column, masked);
   }
 
-  // find_weights() turns scores into weights P.
-  DEVICE void find_weights(Accum (&x)[FRAGMENT], const Accum (&lse)[2], const Scores& scores, const ColumnStep& at,
-                           int f) const {
+  // find_weights() turns scores into weights P. `column_lse` are those of the tile's columns, if they are queries.
+  DEVICE void find_weights(Accum (&x)[FRAGMENT], const Scores& scores, const Accum (&row_lse)[2],
+                           const Accum (&column_lse)[COLUMNS], const ColumnStep& at, int f) const {
     const Accum scale = PLAIN_SCORES ? scores.score.scale : 1;
 #pragma unroll
     for (int e = 0; e < FRAGMENT; e++) {
       const int column = own.own_column + fragment_column() + column_offset(e);
-      x[e] = weight_of(x[e], scale, OF_KEYS ? reference_of(shared.lse[at.stage][column]) : lse[e / 2 % 2]);
+      x[e] = weight_of(x[e], scale, OF_KEYS ? reference_of(column_lse[column]) : row_lse[e / 2 % 2]);
     }
     scores.mark_dropped(x, own.own_row + 16 * f, at.first_column);
   }
@@ -160,31 +160,31 @@ struct RowWarp {
     }
   }
 
-  // pack_weights() makes the weights P of a fragment (`x`) a left factor, in the units of their sum. The caller has the
-  // arrays `rescale` and `exchanged`, because elsewhere they would change the code that the compiler makes.
-  DEVICE void pack_weights(LeftFragment<COLUMNS>& left, Accum (&x)[FRAGMENT], Units& units,
-                           Accum (&sum)[VALUED_GRADIENT], Accum (&rescale)[2], Accum (&exchanged)[COLUMNS / 2],
-                           const ColumnTile& columns, const ColumnStep& at) const {
+  // drop() makes the weights that dropout drops 0.
+  static DEVICE void drop(Accum (&weights)[FRAGMENT]) {
     if constexpr (HAS_DROPOUT) {
 #pragma unroll
-      for (Accum& w : x) w = larger(w, Accum(0));
+      for (Accum& w : weights) w = larger(w, Accum(0));
     }
-    auto& all = gather_columns(x, exchanged, columns, shared.exchange);
-    if (units.scale_to_units(all, shared.factors.of_valued(at.stage), rescale)) rescale_rows(sum, rescale);
-    pack(left, all);
   }
 
-  // pack_gradients() turns dS of fragment f (`y`) into gradients of products, and makes these a left factor likewise;
-  // dslope takes what the scores add to the slope's gradient.
-  DEVICE void pack_gradients(LeftFragment<COLUMNS>& left, Accum (&y)[FRAGMENT], const Scores::Derivatives& derivatives,
-                             Accum (&dslope)[2], Units& units, Accum (&sum)[KEYED_GRADIENT], Accum (&rescale)[2],
-                             Accum (&exchanged)[COLUMNS / 2], const ColumnTile& columns, const Scores& scores,
-                             const ColumnStep& at, int f) const {
+  // differentiate() turns dS of fragment f (`y`) into the gradients of products; dslope takes what the scores add to
+  // the slope's gradient.
+  DEVICE void differentiate(Accum (&y)[FRAGMENT], const Scores::Derivatives& derivatives, const Scores& scores,
+                            Accum (&dslope)[2], const ColumnStep& at, int f) const {
     derivatives.differentiate_rule(y);
     if constexpr (HAS_ALIBI && !OF_KEYS) scores.add_slopes(dslope, y, own.own_row + 16 * f, at.first_column);
     derivatives.differentiate_cap(y);
-    auto& all = gather_columns(y, exchanged, columns, shared.exchange);
-    if (units.scale_to_units(all, shared.factors.of_keyed(at.stage), rescale)) rescale_rows(sum, rescale);
+  }
+
+  // pack_in_units() makes a fragment (`x`) a left factor, in the units of its sum. `factors` are those of the columns.
+  // The caller has the arrays `rescale` and `exchanged`, because elsewhere they would change the code that the compiler
+  // makes.
+  template <class F, int N>
+  DEVICE void pack_in_units(LeftFragment<COLUMNS>& left, Accum (&x)[FRAGMENT], Units& units, F factors, Accum (&sum)[N],
+                            Accum (&rescale)[2], Accum (&exchanged)[COLUMNS / 2], const ColumnTile& columns) const {
+    auto& all = gather_columns(x, exchanged, columns, shared.exchange);
+    if (units.scale_to_units(all, factors, rescale)) rescale_rows(sum, rescale);
     pack(left, all);
   }
 

@@ -50,15 +50,6 @@ struct WarpPlace {
   const int warp_row, first_row;  // the warp's first row in the tile, and in the sequence
   const int own_column, own_dim;  // its first column of a tile of columns, and of the results
   const int own_row;              // the thread's first row in the sequence
-
-  DEVICE explicit WarpPlace(int tile_row)
-      : tile_row(tile_row),
-        warp(threadIdx.x / WARP),
-        warp_row(warp / KEY_WARPS * FRAGMENTS * 16),
-        first_row(tile_row + warp_row),
-        own_column(warp % KEY_WARPS * FRAGMENT_COLUMNS),
-        own_dim(warp % KEY_WARPS * OWN_DIM),
-        own_row(first_row + fragment_row()) {}
 };
 
 // KEYED_GRADIENT and VALUED_GRADIENT are how many numbers a thread has of a fragment of dq or dk, and of dv. 4 stands
