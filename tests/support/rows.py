@@ -21,6 +21,7 @@ from cuflash.plan.listing import families as listing
 from cuflash.plan.portable.tiles import OPERAND_ENTRIES
 from cuflash.plan.sm80 import backward as sm80_backward
 from cuflash.plan.sm80 import forward as sm80_forward
+from cuflash.plan.sm80 import splits as sm80_splits
 from cuflash.plan.sm80 import tiles as sm80_tiles
 from cuflash.plan.sm90 import backward_tiles as sm90_backward_tiles
 from cuflash.plan.sm90 import forward as sm90_forward
@@ -238,6 +239,10 @@ def small_grid(config: KernelConfig) -> Iterator[None]:
         alone = mock.patch.object(sm80_backward, "all_keys", return_value=())  # keeps the kernel that runs alone away
         as_listed = mock.patch.object(gpu_sm90, "in_order", side_effect=lambda problem, configs, num_sms: configs)
         with alone, as_listed, mock.patch.object(gpu_sm90, "splits_of", return_value=splits):
+            yield
+        return
+    if isinstance(config, sm80_forward.Sm80QueryConfig) and not config.splits_keys:
+        with mock.patch.object(sm80_splits, "with_splits", side_effect=lambda problem, config, num_sms: (config, 1)):
             yield
         return
     plain = not without_window(tuple(flag for flag in FLAGS if getattr(config, flag)))
