@@ -273,8 +273,8 @@ def test_the_backward_pass_finds_the_same_scores(
         assert at_once.cut(replace(SMALL, seqlen_q=seqlen_q, seqlen_k=seqlen_k), None) is not None
         (_, lse), backward = cuflash.attention_vjp(q, k, v, causal=causal, return_lse=True)
         # Each row of a KV head has a channel of dv, which is then the row's weights.
-        dout = np.eye(rows, 64, dtype=np.float32).reshape(seqlen_q, 1, group, 64)
-        dout = np.broadcast_to(dout, (1, seqlen_q, 2, group, 64)).reshape(q.shape)
+        channels = np.eye(rows, 64, dtype=np.float32).reshape(seqlen_q, 1, group, 64)
+        dout = np.broadcast_to(channels, (1, seqlen_q, 2, group, 64)).reshape(q.shape)
         sums = backward(dout)[2].sum(axis=1, dtype=np.float64)[0, :, :rows]
         roundings = 16 + np.minimum(np.abs(lse), 32)  # beyond these the sum is made 1
         bound = 2.0**-23 * roundings.reshape(2, group, seqlen_q).swapaxes(1, 2).reshape(2, rows)
