@@ -173,16 +173,7 @@ struct Consumer {
 
   // add_values() adds that product to dV, computes and adds the other panels, and releases dO.
   DEVICE void add_values(StepFragments& held) {
-    ptx::wgmma_wait_group<0>();
-    keep(held.sum);
-    add_panel(sums.of_values, held.sum, held.rescale_v, 0);
-#pragma unroll
-    for (int panel = 1; panel < PANELS_V; panel++) {
-      multiply(held.sum, held.weights, rings.columns_v.buffer(), HEAD_DIM_V, panel);
-      ptx::wgmma_wait_group<0>();
-      keep(held.sum);
-      add_panel(sums.of_values, held.sum, held.rescale_v, panel);
-    }
+    finish_product(sums.of_values, held.sum, held.rescale_v, held.weights, rings.columns_v.buffer());
     rings.columns_v.release();
   }
 
@@ -199,13 +190,8 @@ struct Consumer {
 
   // add_gradients() multiplies dS with the columns, and adds the products to dK or dQ.
   DEVICE void add_gradients(StepFragments& held) {
-#pragma unroll
-    for (int panel = 0; panel < PANELS; panel++) {
-      multiply(held.sum, held.gradients, rings.columns.buffer(), HEAD_DIM, panel);
-      ptx::wgmma_wait_group<0>();
-      keep(held.sum);
-      add_panel(sums.of_rows, held.sum, held.rescale, panel);
-    }
+    multiply(held.sum, held.gradients, rings.columns.buffer(), HEAD_DIM, 0);
+    finish_product(sums.of_rows, held.sum, held.rescale, held.gradients, rings.columns.buffer());
   }
 };
 

@@ -198,16 +198,7 @@ struct Consumer {
 
   // add_values() adds that product to O, computes and adds the other panels, and releases the values.
   DEVICE void add_values() {
-    ptx::wgmma_wait_group<0>();
-    keep(held.panel);
-    add_panel(held.out, held.panel, held.rescale, 0);
-#pragma unroll
-    for (int panel = 1; panel < PANELS_V; panel++) {
-      multiply(held.panel, held.weights, rings.v.buffer(), HEAD_DIM_V, panel);
-      ptx::wgmma_wait_group<0>();
-      keep(held.panel);
-      add_panel(held.out, held.panel, held.rescale, panel);
-    }
+    finish_product(held.out, held.panel, held.rescale, held.weights, rings.v.buffer());
     rings.v.release();
   }
 

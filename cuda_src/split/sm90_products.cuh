@@ -145,3 +145,17 @@ DEVICE void add_panel(float (&out)[N], const float (&sum)[PANEL / 2], const floa
     out[panel * (PANEL / 2) + e] = out[panel * (PANEL / 2) + e] * factor[e / 2 % 2] + sum[e];
   }
 }
+
+// finish_product() waits for the product `sum` of the weights and the first panel of a tile b, adds it to the results,
+// and computes and adds those of the other panels.
+template <int N, int M>
+DEVICE void finish_product(float (&out)[N], float (&sum)[PANEL / 2], const float (&factor)[2],
+                           const SplitFragment<M>& weights, u32 b) {
+#pragma unroll
+  for (int panel = 0; panel < 2 * N / PANEL; panel++) {
+    if (panel > 0) multiply(sum, weights, b, 2 * N, panel);
+    ptx::wgmma_wait_group<0>();
+    keep(sum);
+    add_panel(out, sum, factor, panel);
+  }
+}
