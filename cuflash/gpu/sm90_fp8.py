@@ -49,8 +49,7 @@ def forward(work: Work) -> bool:
     # The axis of a head's rows is the last but one, packed or not.
     token_scales = any(x.shape[-2] > 1 and x.strides[-2] != 0 for x in scales)
     problem, num_sms = work.problem, work.device.num_sms
-    configs = sm90_fp8.forward(problem, layouts, token_scales)
-    splits = dict(sm90_fp8.with_splits(problem, config, num_sms) for config in configs)
+    splits = dict(sm90_fp8.choices(problem, layouts, token_scales, num_sms))
     kernel = work.chosen_or_none(Forward(config.entry, config) for config in splits)
     if kernel is None:
         return False

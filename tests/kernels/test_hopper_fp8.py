@@ -262,7 +262,7 @@ def test_shared_memory_is_clean(per: str) -> None:
 
 @needs_compiler
 def test_sums_of_few_bits_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums of tensor cores keep fewer bits than float32 and last for one tile of keys, so that errors do not grow."""
+    """Sums of tensor cores keep fewer bits than float32 and last for 512 keys at most, so that errors do not grow."""
     q8, k8, v8 = (quantized(x, "tensor") for x in inputs("gaussian", 1, (130, 2000), (1, 1)))
     scales: dict[str, Any] = {"q_scale": q8.scale, "k_scale": k8.scale, "v_scale": v8.scale}
     true = reference.attention(q8.numbers, k8.numbers, v8.numbers)[0]
@@ -271,6 +271,36 @@ def test_sums_of_few_bits_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
         out = cuflash.attention(q8.codes, k8.codes, v8.codes, **scales, out_dtype="float32")
     plain = naive(q8.numbers, k8.numbers, v8, "float32", CODES, from_last=True)
     assert rms(out - true) <= 1.05 * rms(plain - true)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("dims", "keys"), [((64, 64), 1600), ((96, 80), 1100), ((128, 128), 1100), ((192, 128), 1050), ((256, 256), 1050)]
+)
+@pytest.mark.parametrize("per", ["head", "token"])
+def test_sums_join_totals(on_hopper: None, dims: tuple[int, int], per: str, keys: int) -> None:
+    """Behind 512 keys sums join totals in shared memory, which follow maxima that grow later and those that do not."""
+    rng = np.random.default_rng(keys)
+    q, k, v = (rng.standard_normal((1, n, 1, d)) for n, d in zip((150, keys, keys), (dims[0], *dims), strict=True))
+    k[:, :, :, 0] = 0
+    q[:, ::2, :, 0] = np.sqrt(dims[0])
+    k[:, : keys // 3, :, 0] = np.arange(keys // 3, 0, -1)[:, None] / 40  # even rows meet larger scores with every key
+    q8, k8, v8 = (quantized(x.astype(np.float32), per) for x in (q, k, v))
+    scales = {"q_scale": q8.scale, "k_scale": k8.scale, "v_scale": v8.scale}
+    out, lse = attend([q8.codes, k8.codes, v8.codes], scales, num_splits=1)
+    expected = exact([q8.numbers, k8.numbers, v8.numbers])
+    assert_near(out, expected)
+    np.testing.assert_allclose(lse, expected.lse, atol=1e-4)
+    (config,) = {x.kernel.config for x in launch._launches.values()}
+    assert config.block_n * (512 // config.block_n + 1) < keys  # a sum joined, and another followed
+
+
+@pytest.mark.parametrize(("batch", "seqlen", "warpgroups"), [(1, 512, 2), (8, 8192, 3)])
+def test_few_tiles_are_smaller(batch: int, seqlen: int, warpgroups: int) -> None:
+    """Two warpgroups have fewer queries than three, so that more tiles run at once; many tiles take the larger ones."""
+    problem = AttentionProblem(batch, seqlen, seqlen, 8, 8, 128, 128, CODES, has_fp8_keys=True, out_dtype="bfloat16")
+    config, number = sm90_fp8.choices(problem, (), False, num_sms=132)[0]
+    assert (config.consumers, number) == (warpgroups, 1)
 
 
 @needs_nvrtc

@@ -19,9 +19,14 @@ constexpr u32 QUERY_CODES_BYTES = BLOCK_M * ROW_BYTES * CODE_PANELS,
 // Values lie twice in shared memory: (CODE_PANELS_V, BLOCK_N, 128) as they come, and transposed (HEAD_DIM_V, 128), of
 // whose columns the first BLOCK_N are keys in the order of key_place().
 constexpr u32 VALUE_CODES_BYTES = BLOCK_N * ROW_BYTES * CODE_PANELS_V, COLUMN_CODES_BYTES = HEAD_DIM_V * ROW_BYTES;
-// A product with values has SLICE columns at a time. Its sum lasts for one tile of keys and is then added to the
-// result in float32, because the tensor cores keep fewer bits; all columns at once would take too many registers.
+// A product with values has SLICE columns at a time. The tensor cores keep fewer bits of a sum than float32 has, so
+// that a sum lasts for KEYS_OF_SUM keys at most and is then added to the result in float32. Where a product has all
+// columns, the result lies in shared memory meanwhile. Where that would take too many registers (IN_SLICES), it stays
+// in registers, and the sums of a slice last for one tile.
 constexpr int SLICES = HEAD_DIM_V / SLICE;
+constexpr bool IN_SLICES = SLICES > 1;
+constexpr int SLICES_AT_ONCE = 3;  // products with so many slices are under way together
+constexpr int KEYS_OF_SUM = 512, TILES_OF_SUM = KEYS_OF_SUM / BLOCK_N;
 static_assert(BLOCK_N % CODE_STEP == 0 && BLOCK_N <= CODE_PANEL,
               "a tile of keys is one panel of the transposed values");
 static_assert(HEAD_DIM % CODE_STEP == 0 && HEAD_DIM_V % SLICE == 0 && SLICE % 16 == 0, "whole steps and slices");
@@ -48,14 +53,16 @@ DEVICE void multiply_queries(float (&x)[BLOCK_N / 2], u32 queries, u32 keys) {
   ptx::wgmma_commit_group();
 }
 
-// multiply_weights() starts sum = P V for a slice of the columns.
-DEVICE void multiply_weights(float (&sum)[SLICE / 2], const u32 (&weights)[BLOCK_N / 8], u32 columns, int slice) {
+// multiply_weights() starts sum = P V for a slice of the columns, or adds the product to the sum (`adds`).
+template <int N>
+DEVICE void multiply_weights(float (&sum)[N], const u32 (&weights)[BLOCK_N / 8], u32 columns, int slice,
+                             bool adds = false) {
   const u64 right = rows_descriptor(columns + slice * SLICE * ROW_BYTES);
   ptx::wgmma_fence();
 #pragma unroll
   for (int step = 0; step < BLOCK_N / CODE_STEP; step++) {
     const u32* w = weights + 4 * step;
-    ptx::wgmma_e4m3_rs(sum, w[0], w[1], w[2], w[3], right + step_offset(step, 0) / 16, step > 0);
+    ptx::wgmma_e4m3_rs(sum, w[0], w[1], w[2], w[3], right + step_offset(step, 0) / 16, adds || step > 0);
   }
   ptx::wgmma_commit_group();
 }
@@ -89,6 +96,8 @@ struct CodeSoftmax {
   float reference[2], sum[2];  // the largest score, and this thread's share of the sum of weights
   float bits[BIT_ROWS];        // weights of the last tile stand for 2^bits times themselves
 
+  static DEVICE float base(float reference) { return reference == -infinity() ? 0 : reference; }
+
   DEVICE explicit CodeSoftmax(const float (&units)[UNIT_ROWS]) {
 #pragma unroll
     for (int i = 0; i < UNIT_ROWS; i++) to_base_2[i] = units[i] * LOG2_E;
@@ -98,33 +107,46 @@ struct CodeSoftmax {
     bits[0] = bits[BIT_ROWS - 1] = WEIGHT_BITS;
   }
 
-  // step() turns the scores of a tile into weights times 2^tile_bits; earlier results of row r are to be multiplied by
-  // rescale[r].
-  DEVICE void step(float (&x)[BLOCK_N / 2], float (&rescale)[2], const float (&tile_bits)[BIT_ROWS]) {
+  // follow() finds the references of a tile of scores, whose weights are to stand for 2^tile_bits times themselves.
+  // Earlier results of row r are to be multiplied by rescale[r]; it tells whether some factor of the warp may not be 1.
+  DEVICE bool follow(const float (&x)[BLOCK_N / 2], float (&rescale)[2], const float (&tile_bits)[BIT_ROWS]) {
     float top[2];
     FragmentSoftmax::find_tops(x, top);
+    rescale[0] = rescale[1] = 1;
+    const bool grows = TOKEN_SCALES || __any_sync(ALL_LANES, top[0] > reference[0] || top[1] > reference[1]);
+    if (grows) {
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const float grown = larger(reference[r], max_of_row<4>(top[r]));
+        const float shrinks = (reference[r] - base(grown)) * to_base_2[r % UNIT_ROWS];
+        rescale[r] = ptx::ex2(TOKEN_SCALES ? shrinks + (tile_bits[r % BIT_ROWS] - bits[r % BIT_ROWS]) : shrinks);
+        reference[r] = grown;
+        sum[r] *= rescale[r];
+      }
+    }
+    bits[0] = tile_bits[0];
+    bits[BIT_ROWS - 1] = tile_bits[BIT_ROWS - 1];
+    return grows;
+  }
+
+  // weigh() turns the scores of a tile into weights, and adds these to the sums.
+  DEVICE void weigh(float (&x)[BLOCK_N / 2]) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const float unit = to_base_2[r % UNIT_ROWS];
-      const float grown = larger(reference[r], max_of_row<4>(top[r])), base = grown == -infinity() ? 0 : grown;
-      const float shrinks = (reference[r] - base) * unit, own_bits = tile_bits[r % BIT_ROWS];
-      rescale[r] = ptx::ex2(TOKEN_SCALES ? shrinks + (own_bits - bits[r % BIT_ROWS]) : shrinks);
-      reference[r] = grown;
-      const float offset = own_bits - base * unit;
+      const float unit = to_base_2[r % UNIT_ROWS], own_bits = bits[r % BIT_ROWS], own_base = base(reference[r]);
+      const float offset = own_bits - own_base * unit;
       float row_sum = 0;
 #pragma unroll
       for (int e = 2 * r; e < BLOCK_N / 2; e += 4) {
 #pragma unroll
         for (int side = 0; side < 2; side++) {
           float& w = x[e + side];
-          w = ptx::ex2(ANY_SCORES ? (w - base) * LOG2_E + own_bits : w * unit + offset);
+          w = ptx::ex2(ANY_SCORES ? (w - own_base) * LOG2_E + own_bits : w * unit + offset);
           row_sum += w;
         }
       }
-      sum[r] = sum[r] * rescale[r] + row_sum;
+      sum[r] += row_sum;
     }
-    bits[0] = tile_bits[0];
-    bits[BIT_ROWS - 1] = tile_bits[BIT_ROWS - 1];
   }
 
   // finish() ends both rows: inverse[r] normalises row r, lse[r] is its natural log-sum-exp.

@@ -4,16 +4,6 @@
 // scales are in codes.cuh; ../forward/forward.cu is the kernel on 16 bits.
 #include "values.cuh"
 
-// add_slice() completes a slice of the result: out = out * rescale + sum.
-DEVICE void add_slice(float (&out)[HEAD_DIM_V / 2], const float (&sum)[SLICE / 2], const float (&rescale)[2],
-                      int slice) {
-#pragma unroll
-  for (int e = 0; e < SLICE / 2; e++) {
-    float& x = out[slice * (SLICE / 2) + e];
-    x = x * rescale[e / 2 % 2] + sum[e];
-  }
-}
-
 // write_results() writes out * factor, and lse, of the thread's rows of a tile; rows in [len_q, rows_q) are padding and
 // become 0. Each of a row's four lanes has lse, and one of them writes it.
 DEVICE void write_results(const AttentionParams& p, const TileMessage& work, int row,
@@ -57,10 +47,11 @@ struct Consumer {
   const UnitFragment& scores;
   WeightScales& weight_scales;
   CodeSoftmax& softmax;
-  float (&out)[HEAD_DIM_V / 2];         // O (64, HEAD_DIM_V)
-  float (&sum)[SLICE / 2];              // a product with one slice of the values (64, SLICE)
-  float (&rescale)[2];                  // what earlier results of the thread's two rows are multiplied by
+  float (&out)[HEAD_DIM_V / 2];         // O (64, HEAD_DIM_V), or what has come to it since it joined the totals
+  float (&rescale)[2];                  // what results before the last weights, or totals, are multiplied by
   u32 (&weights)[BLOCK_N / 8];          // P (64, BLOCK_N) as codes
+  int& tiles_in_sum;                    // of keys whose products are in `out` and not in the totals
+  bool& has_totals;                     // the thread's totals in shared memory are in use
   int& parity;                          // of the flags of seen keys
   const int warpgroup, first_row, row;  // the warpgroup's number, its first row, the thread's first row
   const u32 queries;                    // where the warpgroup's rows are in Q
@@ -83,83 +74,144 @@ struct Consumer {
     }
   }
 
-  // step() is the main loop's body: it computes the weights of a tile of keys while the tensor cores multiply the last
-  // ones with their values, if there are any (`first`: there are none).
+  // step() is the main loop's body: it computes the weights of a tile of keys. The tensor cores multiply the last ones
+  // with their values meanwhile or, in slices, before; there are none if this tile is the `first`.
   DEVICE void step(int number, bool first) {
-    float x[BLOCK_N / 2], next_rescale[2];  // S, then P: the thread's fragment of (64, BLOCK_N)
+    float x[BLOCK_N / 2];  // S, then P: the thread's fragment of (64, BLOCK_N)
     const int entry = tiles.entry(number), first_key = (entry >> 1) * BLOCK_N;
-    // 1. The products: the last slice of O is computed behind the scores, and while they become weights.
+    // 1. The products are started in the warpgroup's place in the order.
     multiply(x, first);
     // 2. What does not depend on the products is found meanwhile.
     FragmentBits bits;
     UnitFragment::Random random;
     const bool masked = prepare(bits, random, entry, first_key);
     // 3. Wait for S, and release the keys; products become scores, and scores weights.
-    if (first) {
+    if (IN_SLICES || first) {
       ptx::wgmma_wait_group<0>();
     } else {
       ptx::wgmma_wait_group<1>();
     }
     keep(x);
     rings.k.release();
-    find_weights(x, next_rescale, bits, random, first_key, masked, first);
-    // 4. The last slice of O arrives, and the weights are rounded.
-    if (!first) {
-      ptx::wgmma_wait_group<0>();
-      finish_slice(SLICES - 1);
-      rings.columns.release();
-    }
-    rescale[0] = next_rescale[0];
-    rescale[1] = next_rescale[1];
+    find_weights(x, bits, random, first_key, masked, first);
+    // 4. O joins the totals where it has seen enough keys, and the weights are rounded.
+    if (!IN_SLICES && tiles_in_sum == TILES_OF_SUM) join();
     pack_codes(weights, x);
   }
 
   // finish() multiplies the last weights with their values, and completes the sums meanwhile.
   DEVICE void finish(float sink, float (&inverse)[2], float (&lse)[2]) {
-#pragma unroll
-    for (int slice = 0; slice < SLICES; slice++) {
-      multiply_weights(sum, weights, rings.columns.buffer(), slice);
-      if (slice + 1 == SLICES) {
-        order.arrive();
-        softmax.finish(sink, inverse, lse);
-      }
-      ptx::wgmma_wait_group<0>();
-      finish_slice(slice);
+    start_last();
+    order.arrive();
+    softmax.finish(sink, inverse, lse);
+    if constexpr (!IN_SLICES) {
+      finish_product();
+      if (has_totals) add_totals();
     }
-    rings.columns.release();
   }
 
  private:
-  DEVICE void finish_slice(int slice) {
-    keep(sum);
-    add_slice(out, sum, rescale, slice);
-  }
-
-  // multiply() starts S = Q K^T in the warpgroup's place in the order and, unless the tile is the first, O += P V of
-  // the tile before, of which it leaves the last slice.
+  // multiply() starts S = Q K^T and, unless the tile is the first, O += P V of the tile before.
   DEVICE void multiply(float (&x)[BLOCK_N / 2], bool first) {
     rings.k.wait();
-    if (!first) rings.columns.wait();
+    if (IN_SLICES && !first) rings.columns.wait();
     order.wait();
-    if (SLICES > 1 && !first) multiply_weights(sum, weights, rings.columns.buffer(), 0);
+    if (IN_SLICES && !first) multiply_in_slices();
     multiply_queries(x, queries, rings.k.buffer());
-    if (!first) {
-      if constexpr (SLICES == 1) {
-        multiply_weights(sum, weights, rings.columns.buffer(), 0);
-      } else {
-#pragma unroll
-        for (int slice = 1; slice < SLICES; slice++) {
-          if (slice == 1) {
-            ptx::wgmma_wait_group<1>();
-          } else {
-            ptx::wgmma_wait_group<0>();
-          }
-          finish_slice(slice - 1);
-          multiply_weights(sum, weights, rings.columns.buffer(), slice);
-        }
-      }
+    if (!IN_SLICES && !first) {
+      rings.columns.wait();
+      start_product();
     }
     order.arrive();
+  }
+
+  DEVICE void start_last() {
+    if constexpr (IN_SLICES) {
+      multiply_in_slices();
+    } else {
+      start_product();
+    }
+  }
+
+  // multiply_in_slices() computes O = O * rescale + P V. The tensor cores multiply the next slices while one is added.
+  DEVICE void multiply_in_slices() {
+    if constexpr (IN_SLICES) {
+      constexpr int AHEAD = SLICES_AT_ONCE - 1;
+      float sums[SLICES_AT_ONCE][SLICE / 2];  // (64, SLICE)
+#pragma unroll
+      for (int slice = 0; slice < SLICES + AHEAD; slice++) {
+        if (slice < SLICES) multiply_weights(sums[slice % SLICES_AT_ONCE], weights, rings.columns.buffer(), slice);
+        if (slice < AHEAD) continue;
+        const int left = SLICES + AHEAD - 1 - slice;  // products behind this one
+        if (left >= 2 && AHEAD >= 2) {
+          ptx::wgmma_wait_group<2>();
+        } else if (left >= 1) {
+          ptx::wgmma_wait_group<1>();
+        } else {
+          ptx::wgmma_wait_group<0>();
+        }
+        add_slice(sums[(slice - AHEAD) % SLICES_AT_ONCE], slice - AHEAD);
+      }
+      rings.columns.release();
+    }
+  }
+
+  DEVICE void add_slice(float (&sum)[SLICE / 2], int slice) {
+    keep(sum);
+#pragma unroll
+    for (int e = 0; e < SLICE / 2; e++) {
+      float& total = out[slice * (SLICE / 2) + e];
+      total = total * rescale[e / 2 % 2] + sum[e];
+    }
+  }
+
+  // start_product() starts the product of the weights with all columns of the values.
+  DEVICE void start_product() {
+    if constexpr (!IN_SLICES) multiply_weights(out, weights, rings.columns.buffer(), 0, tiles_in_sum > 0);
+  }
+
+  DEVICE void finish_product() {
+    ptx::wgmma_wait_group<0>();
+    keep(out);
+    rings.columns.release();
+    tiles_in_sum++;
+  }
+
+  // rescale_results() waits for the product under way, and multiplies what there is of O by the factors of its rows.
+  DEVICE void rescale_results(const float (&factor)[2]) {
+    ptx::wgmma_wait_group<0>();
+    keep(out);
+    rescale_rows(out, factor);
+    rescale[0] *= factor[0];
+    rescale[1] *= factor[1];
+  }
+
+  // join() adds what there is of O to the totals.
+  DEVICE void join() {
+    if (has_totals) add_totals();
+    store_totals();
+    tiles_in_sum = 0;
+    has_totals = true;
+    rescale[0] = rescale[1] = 1;
+  }
+
+  // add_totals() adds the totals, times their factors, to what there is of O.
+  DEVICE void add_totals() {
+#pragma unroll
+    for (int e = 0; e < HEAD_DIM_V / 2; e += 4) {
+      const float4 total = shared.totals[IN_SLICES ? 0 : e / 4][threadIdx.x];
+      out[e] += total.x * rescale[0];
+      out[e + 1] += total.y * rescale[0];
+      out[e + 2] += total.z * rescale[1];
+      out[e + 3] += total.w * rescale[1];
+    }
+  }
+
+  DEVICE void store_totals() {
+#pragma unroll
+    for (int e = 0; e < HEAD_DIM_V / 2; e += 4) {
+      shared.totals[IN_SLICES ? 0 : e / 4][threadIdx.x] = make_float4(out[e], out[e + 1], out[e + 2], out[e + 3]);
+    }
   }
 
   // prepare() finds visible elements and random bits of a tile, and tells whether elements of it may be hidden, or get
@@ -196,9 +248,10 @@ struct Consumer {
     }
   }
 
-  // find_weights() turns products into weights; results of earlier tiles are to be multiplied by next_rescale.
-  DEVICE void find_weights(float (&x)[BLOCK_N / 2], float (&next_rescale)[2], FragmentBits& bits,
-                           UnitFragment::Random& random, int first_key, bool masked, bool first) {
+  // find_weights() turns products into weights. Between the references of the rows and the exponentials O of the last
+  // weights arrives, and follows the references; in slices it does so in the next step.
+  DEVICE void find_weights(float (&x)[BLOCK_N / 2], FragmentBits& bits, UnitFragment::Random& random, int first_key,
+                           bool masked, bool first) {
     const SharedScales& of_tile = shared.scales[TOKEN_SCALES ? rings.scales.stage : 0];
     scales.apply(x, of_tile.of_keys);
     scores.apply(x, bits, row, first_key, masked,
@@ -206,7 +259,15 @@ struct Consumer {
     clear_nan(x, first);
     float bits_of_weights[BIT_ROWS];
     weight_scales.find_bits(bits_of_weights, x, of_tile.of_values, of_tile.top());
-    softmax.step(x, next_rescale, bits_of_weights);
+    if constexpr (IN_SLICES) {
+      softmax.follow(x, rescale, bits_of_weights);
+    } else {
+      float factor[2];
+      const bool grows = softmax.follow(x, factor, bits_of_weights);
+      if (grows && !first) rescale_results(factor);
+      if (!first) finish_product();
+    }
+    softmax.weigh(x);
     scores.drop(x, random, row, first_key);
     weight_scales.apply(x, of_tile.of_values, masked);
     if constexpr (TOKEN_SCALES) {
@@ -257,15 +318,19 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings
     float units[UNIT_ROWS];
     scales.units(units, scores.units.unit);
     CodeSoftmax softmax(units);
-    float out[HEAD_DIM_V / 2], sum[SLICE / 2], rescale[2] = {0, 0};
+    float out[HEAD_DIM_V / 2], rescale[2] = {0, 0};
+    int tiles_in_sum = 0;
+    bool has_totals = false;
     u32 weights[BLOCK_N / 8];
 #pragma unroll
     for (int e = 0; e < HEAD_DIM_V / 2; e++) out[e] = 0;
     const KeyRange keys = work.keys;
     const KeyRange seen = HIDES_ANYWHERE || VISITS_ALL_KEYS ? keys : work.own_keys[warpgroup];
     const u32 queries = rings.q.buffer() + warpgroup * ROWS_OF_WARPGROUP * ROW_BYTES;
-    Consumer tile = {p,   shared,  rings,   order,  work,      scales,    scores, weight_scales, softmax,          out,
-                     sum, rescale, weights, parity, warpgroup, first_row, row,    queries,       KeyTiles(p, work)};
+    Consumer tile = {p,         shared,    rings,         order,      work,
+                     scales,    scores,    weight_scales, softmax,    out,
+                     rescale,   weights,   tiles_in_sum,  has_totals, parity,
+                     warpgroup, first_row, row,           queries,    KeyTiles(p, work)};
 
     float inverse[2] = {0, 0};
     const float sink = p.sink == nullptr || work.split() > 0 ? -infinity() : p.sink[work.head];

@@ -4,11 +4,11 @@
 // writes each 16 keys of a column as a row (FlashAttention-3, Shah et al. 2024, section 3.3).
 #include "loader.cuh"
 
-// A tile is transposed by 32 keys x 16 columns at a time. A warp has every second 32 keys or, where a tile has but 32,
-// every second 16 columns.
+// A tile is transposed by 32 keys x 16 columns at a time. A warp has every second 32 keys or, where these are of an odd
+// number, every second 16 columns.
 constexpr int KEYS_AT_ONCE = 32, COLUMNS_AT_ONCE = 16;
-constexpr bool SHARES_COLUMNS = BLOCK_N == KEYS_AT_ONCE;
-constexpr int KEY_SHARES = SHARES_COLUMNS ? 1 : BLOCK_N / KEYS_AT_ONCE / PREPARING_WARPS;
+constexpr bool SHARES_COLUMNS = BLOCK_N / KEYS_AT_ONCE % PREPARING_WARPS != 0;
+constexpr int KEY_SHARES = BLOCK_N / KEYS_AT_ONCE / (SHARES_COLUMNS ? 1 : PREPARING_WARPS);
 constexpr int SHARES = KEY_SHARES * (HEAD_DIM_V / COLUMNS_AT_ONCE) / (SHARES_COLUMNS ? PREPARING_WARPS : 1);
 // So many reads of shared memory are under way together, if there are registers for them.
 constexpr int SHARES_AT_ONCE = SHARES % 4 == 0 && PRODUCER_REGISTERS >= 56 ? 4 : 1;
@@ -66,7 +66,9 @@ struct Transposer {
 
  private:
   // The keys and columns of a share, counted from those of the warp's first one.
-  static DEVICE constexpr int keys_of(int share) { return share % KEY_SHARES * PREPARING_WARPS * KEYS_AT_ONCE; }
+  static DEVICE constexpr int keys_of(int share) {
+    return share % KEY_SHARES * KEYS_AT_ONCE * (SHARES_COLUMNS ? 1 : PREPARING_WARPS);
+  }
   static DEVICE constexpr int columns_of(int share) {
     return share / KEY_SHARES * COLUMNS_AT_ONCE * (SHARES_COLUMNS ? PREPARING_WARPS : 1);
   }
