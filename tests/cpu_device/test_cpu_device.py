@@ -43,6 +43,7 @@ extern "C" __global__ void warp(unsigned* out, float* sums, unsigned long long* 
   const int t = threadIdx.x + threadIdx.y * blockDim.x, lane = t % 32;
   float x = t;
   for (int d = 16; d; d >>= 1) x += __shfl_xor_sync(~0u, x, d);
+  out += blockIdx.x * blockDim.x * blockDim.y;
   out[t] = __ballot_sync(~0u, lane % 3 == 0) ^ __shfl_sync(~0u, t, lane + 1);
   if (lane == 0) { atomicAdd(sums, x); atomicAdd(counter, 1ull); }
   if (lane < 8) out[t] += __shfl_down_sync(0xffu, t, 1, 8);
@@ -51,13 +52,13 @@ extern "C" __global__ void warp(unsigned* out, float* sums, unsigned long long* 
 
 
 def test_warp_collectives_and_atomics() -> None:
-    out, sums, counter = np.zeros(128, np.uint32), np.zeros(1, np.float32), np.zeros(1, np.uint64)
+    out, sums, counter = np.zeros((5, 128), np.uint32), np.zeros(1, np.float32), np.zeros(1, np.uint64)
     device.compile(WARP).launch("warp", (5,), (64, 2), (out, sums, counter))
     t = np.arange(128, dtype=np.uint32)
     ballot = np.uint32(sum(1 << lane for lane in range(0, 32, 3)))
     want = ballot ^ (t // 32 * 32 + (t + 1) % 32)
     want = want + np.where(t % 32 < 8, np.where(t % 32 < 7, t + 1, t), 0)
-    np.testing.assert_array_equal(out, want)
+    np.testing.assert_array_equal(out, np.broadcast_to(want, out.shape))
     assert sums[0] == 5 * t.sum() and counter[0] == 5 * 4
 
 
