@@ -73,8 +73,8 @@ struct Ring {
 
   // follow() moves to where another ring stands that takes as many steps, if it has as many buffers: that is one
   // position less to keep in registers.
-  template <int OTHER_STAGES, u32 OTHER_BYTES>
-  DEVICE void follow(const Ring<OTHER_STAGES, OTHER_BYTES>& other) {
+  template <int OTHER_STAGES, u32 OTHER_BYTES, bool TOGGLES>
+  DEVICE void follow(const Ring<OTHER_STAGES, OTHER_BYTES, TOGGLES>& other) {
     if constexpr (OTHER_STAGES == STAGES) {
       stage = other.stage;
       phase = other.phase;

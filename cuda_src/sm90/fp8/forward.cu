@@ -47,14 +47,15 @@ struct Consumer {
   const UnitFragment& scores;
   WeightScales& weight_scales;
   CodeSoftmax& softmax;
-  float (&out)[HEAD_DIM_V / 2];         // O (64, HEAD_DIM_V), or what has come to it since it joined the totals
-  float (&rescale)[2];                  // what results before the last weights, or totals, are multiplied by
-  u32 (&weights)[BLOCK_N / 8];          // P (64, BLOCK_N) as codes
-  int& tiles_in_sum;                    // of keys whose products are in `out` and not in the totals
-  bool& has_totals;                     // the thread's totals in shared memory are in use
-  int& parity;                          // of the flags of seen keys
-  const int warpgroup, first_row, row;  // the warpgroup's number, its first row, the thread's first row
-  const u32 queries;                    // where the warpgroup's rows are in Q
+  float (&out)[HEAD_DIM_V / 2];              // O (64, HEAD_DIM_V), or what has come to it since it joined the totals
+  float (&sums)[SLICES_AT_ONCE][SLICE / 2];  // products of the weights with slices of the values (64, SLICE)
+  float (&rescale)[2];                       // what results before the last weights, or totals, are multiplied by
+  u32 (&weights)[BLOCK_N / 8];               // P (64, BLOCK_N) as codes
+  int& tiles_in_sum;                         // of keys whose products are in `out` and not in the totals
+  bool& has_totals;                          // the thread's totals in shared memory are in use
+  int& parity;                               // of the flags of seen keys
+  const int warpgroup, first_row, row;       // the warpgroup's number, its first row, the thread's first row
+  const u32 queries;                         // where the warpgroup's rows are in Q
   const KeyTiles tiles;
 
   // skip() releases tiles of keys that this warpgroup does not see, and takes its places in the order.
@@ -74,8 +75,8 @@ struct Consumer {
     }
   }
 
-  // step() is the main loop's body: it computes the weights of a tile of keys. The tensor cores multiply the last ones
-  // with their values meanwhile or, in slices, before; there are none if this tile is the `first`.
+  // step() is the main loop's body: it computes the weights of a tile of keys while the tensor cores multiply the last
+  // ones with their values, if there are any (`first`: there are none).
   DEVICE void step(int number, bool first) {
     float x[BLOCK_N / 2];  // S, then P: the thread's fragment of (64, BLOCK_N)
     const int entry = tiles.entry(number), first_key = (entry >> 1) * BLOCK_N;
@@ -86,10 +87,10 @@ struct Consumer {
     UnitFragment::Random random;
     const bool masked = prepare(bits, random, entry, first_key);
     // 3. Wait for S, and release the keys; products become scores, and scores weights.
-    if (IN_SLICES || first) {
+    if (first) {
       ptx::wgmma_wait_group<0>();
     } else {
-      ptx::wgmma_wait_group<1>();
+      ptx::wgmma_wait_group<IN_SLICES ? SLICES_AT_ONCE : 1>();
     }
     keep(x);
     rings.k.release();
@@ -101,10 +102,12 @@ struct Consumer {
 
   // finish() multiplies the last weights with their values, and completes the sums meanwhile.
   DEVICE void finish(float sink, float (&inverse)[2], float (&lse)[2]) {
-    start_last();
+    start_product();
     order.arrive();
     softmax.finish(sink, inverse, lse);
-    if constexpr (!IN_SLICES) {
+    if constexpr (IN_SLICES) {
+      finish_slices();
+    } else {
       finish_product();
       if (has_totals) add_totals();
     }
@@ -114,43 +117,45 @@ struct Consumer {
   // multiply() starts S = Q K^T and, unless the tile is the first, O += P V of the tile before.
   DEVICE void multiply(float (&x)[BLOCK_N / 2], bool first) {
     rings.k.wait();
-    if (IN_SLICES && !first) rings.columns.wait();
     order.wait();
-    if (IN_SLICES && !first) multiply_in_slices();
     multiply_queries(x, queries, rings.k.buffer());
-    if (!IN_SLICES && !first) {
+    if (!first) {
       rings.columns.wait();
       start_product();
     }
     order.arrive();
   }
 
-  DEVICE void start_last() {
+  // start_product() starts the product of the weights with all columns of the values, or with the first slices.
+  DEVICE void start_product() {
     if constexpr (IN_SLICES) {
-      multiply_in_slices();
+#pragma unroll
+      for (int slice = 0; slice < SLICES_AT_ONCE; slice++) {
+        multiply_weights(sums[slice], weights, rings.columns.buffer(), slice);
+      }
     } else {
-      start_product();
+      multiply_weights(out, weights, rings.columns.buffer(), 0, tiles_in_sum > 0);
     }
   }
 
-  // multiply_in_slices() computes O = O * rescale + P V. The tensor cores multiply the next slices while one is added.
-  DEVICE void multiply_in_slices() {
+  // finish_slices() computes O = O * rescale + P V. The tensor cores multiply the next slices while one is added.
+  DEVICE void finish_slices() {
     if constexpr (IN_SLICES) {
-      constexpr int AHEAD = SLICES_AT_ONCE - 1;
-      float sums[SLICES_AT_ONCE][SLICE / 2];  // (64, SLICE)
 #pragma unroll
-      for (int slice = 0; slice < SLICES + AHEAD; slice++) {
-        if (slice < SLICES) multiply_weights(sums[slice % SLICES_AT_ONCE], weights, rings.columns.buffer(), slice);
-        if (slice < AHEAD) continue;
-        const int left = SLICES + AHEAD - 1 - slice;  // products behind this one
-        if (left >= 2 && AHEAD >= 2) {
+      for (int slice = 0; slice < SLICES; slice++) {
+        const int left = SLICES - 1 - slice;  // products behind this one
+        if (left >= 2 && SLICES_AT_ONCE >= 3) {
           ptx::wgmma_wait_group<2>();
-        } else if (left >= 1) {
+        } else if (left >= 1 && SLICES_AT_ONCE >= 2) {
           ptx::wgmma_wait_group<1>();
         } else {
           ptx::wgmma_wait_group<0>();
         }
-        add_slice(sums[(slice - AHEAD) % SLICES_AT_ONCE], slice - AHEAD);
+        float (&sum)[SLICE / 2] = sums[slice % SLICES_AT_ONCE];
+        add_slice(sum, slice);
+        if (slice + SLICES_AT_ONCE < SLICES) {
+          multiply_weights(sum, weights, rings.columns.buffer(), slice + SLICES_AT_ONCE);
+        }
       }
       rings.columns.release();
     }
@@ -163,11 +168,6 @@ struct Consumer {
       float& total = out[slice * (SLICE / 2) + e];
       total = total * rescale[e / 2 % 2] + sum[e];
     }
-  }
-
-  // start_product() starts the product of the weights with all columns of the values.
-  DEVICE void start_product() {
-    if constexpr (!IN_SLICES) multiply_weights(out, weights, rings.columns.buffer(), 0, tiles_in_sum > 0);
   }
 
   DEVICE void finish_product() {
@@ -249,7 +249,7 @@ struct Consumer {
   }
 
   // find_weights() turns products into weights. Between the references of the rows and the exponentials O of the last
-  // weights arrives, and follows the references; in slices it does so in the next step.
+  // weights arrives. It then follows the references or, in slices, does so when the next product is added.
   DEVICE void find_weights(float (&x)[BLOCK_N / 2], FragmentBits& bits, UnitFragment::Random& random, int first_key,
                            bool masked, bool first) {
     const SharedScales& of_tile = shared.scales[TOKEN_SCALES ? rings.scales.stage : 0];
@@ -259,11 +259,13 @@ struct Consumer {
     clear_nan(x, first);
     float bits_of_weights[BIT_ROWS];
     weight_scales.find_bits(bits_of_weights, x, of_tile.of_values, of_tile.top());
+    float factor[2];
+    const bool grows = softmax.follow(x, factor, bits_of_weights);
     if constexpr (IN_SLICES) {
-      softmax.follow(x, rescale, bits_of_weights);
+      if (!first) finish_slices();
+      rescale[0] = factor[0];
+      rescale[1] = factor[1];
     } else {
-      float factor[2];
-      const bool grows = softmax.follow(x, factor, bits_of_weights);
       if (grows && !first) rescale_results(factor);
       if (!first) finish_product();
     }
@@ -318,7 +320,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings
     float units[UNIT_ROWS];
     scales.units(units, scores.units.unit);
     CodeSoftmax softmax(units);
-    float out[HEAD_DIM_V / 2], rescale[2] = {0, 0};
+    float out[HEAD_DIM_V / 2], sums[SLICES_AT_ONCE][SLICE / 2], rescale[2] = {0, 0};
     int tiles_in_sum = 0;
     bool has_totals = false;
     u32 weights[BLOCK_N / 8];
@@ -327,10 +329,13 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings
     const KeyRange keys = work.keys;
     const KeyRange seen = HIDES_ANYWHERE || VISITS_ALL_KEYS ? keys : work.own_keys[warpgroup];
     const u32 queries = rings.q.buffer() + warpgroup * ROWS_OF_WARPGROUP * ROW_BYTES;
-    Consumer tile = {p,         shared,    rings,         order,      work,
-                     scales,    scores,    weight_scales, softmax,    out,
-                     rescale,   weights,   tiles_in_sum,  has_totals, parity,
-                     warpgroup, first_row, row,           queries,    KeyTiles(p, work)};
+    Consumer tile = {p,       shared,        rings,
+                     order,   work,          scales,
+                     scores,  weight_scales, softmax,
+                     out,     sums,          rescale,
+                     weights, tiles_in_sum,  has_totals,
+                     parity,  warpgroup,     first_row,
+                     row,     queries,       KeyTiles(p, work)};
 
     float inverse[2] = {0, 0};
     const float sink = p.sink == nullptr || work.split() > 0 ? -infinity() : p.sink[work.head];

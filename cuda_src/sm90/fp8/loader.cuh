@@ -88,7 +88,10 @@ DEVICE void schedule_tiles(const AttentionParams& p, SharedStorage& shared, Ring
   const u32 num_splits = num_splits_of(p), total = p.num_tiles * num_batch_heads_q(p) * num_splits;
   u32 index = blockIdx.x;
   while (index < total) {
-    const SplitWork work = {work_at(p, index / num_splits), {}, static_cast<int>(index % num_splits)};
+    u32 num_heads = p.num_heads_q;
+    ptx::forget(num_heads);  // so that no register holds what follows from it beyond this tile
+    const SplitWork work = {
+        work_at(p, index / num_splits, num_heads, BLOCK_M), {}, static_cast<int>(index % num_splits)};
     if (work.first_of_rows() < work.sequence.rows_q) {
       rings.work.acquire();
       TileMessage& message = shared.work[rings.work.stage];

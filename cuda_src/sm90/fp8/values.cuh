@@ -18,21 +18,22 @@ static_assert(SHARES * PREPARING_WARPS * KEYS_AT_ONCE * COLUMNS_AT_ONCE == BLOCK
 // Transposer is a lane's part in the transposition of tiles. Addresses differ between its shares by constants and, in
 // the swizzle, by an exclusive or.
 struct Transposer {
-  int first_key;       // of the warp's first share
+  int first_key;       // that the lane has of the warp's first share
   u32 source, target;  // offsets in a tile of values and in the transposed one: those of the first share
   u32 first, second;   // byte permutations; lanes of the upper columns store odd ones first, so that the eight rows
                        // of a matrix lie in different banks
 
-  DEVICE explicit Transposer(int warp) {
-    first_key = SHARES_COLUMNS ? 0 : warp * KEYS_AT_ONCE;
+  DEVICE Transposer(int warp, int lane) {
+    const int of_warp = SHARES_COLUMNS ? 0 : warp * KEYS_AT_ONCE;
+    first_key = of_warp + lane % 4 * 2;
     const int column = SHARES_COLUMNS ? warp * COLUMNS_AT_ONCE : 0;
-    const int key = first_key + lane();
+    const int key = of_warp + lane;
     source = key * ROW_BYTES + ((column / 16 ^ key % 8) * 16);
     const u32 even = 0x6420, odd = 0x7531;
-    first = lane() < 16 ? even : odd;
-    second = lane() < 16 ? odd : even;
-    const int row = lane() % 8, matrix = lane() / 8;
-    target = column_address(column + 2 * row + ((row / 4 ^ matrix) & 1), first_key / 16 + matrix / 2);
+    first = lane < 16 ? even : odd;
+    second = lane < 16 ? odd : even;
+    const int row = lane % 8, matrix = lane / 8;
+    target = column_address(column + 2 * row + ((row / 4 ^ matrix) & 1), of_warp / 16 + matrix / 2);
   }
 
   // run() transposes the warp's share of a tile; keys outside [begin, end), counted in the tile, become 0. It returns
@@ -78,11 +79,11 @@ struct Transposer {
   }
   static DEVICE u32 target_of(u32 to, int share) { return (to ^ keys_of(share)) + columns_of(share) * ROW_BYTES; }
 
-  // hide() makes codes of 32 keys from `first` on 0 outside [begin, end).
+  // hide() makes a lane's codes of a share 0 outside [begin, end); `first` is its first key.
   static DEVICE void hide(u32 (&d)[4], int first, int begin, int end) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const int key = first + 8 * i + lane() % 4 * 2;
+      const int key = first + 8 * i;
       if (key < begin || key >= end) d[i] &= 0xffff0000u;
       if (key + 1 < begin || key + 1 >= end) d[i] &= 0xffffu;
     }
@@ -151,15 +152,17 @@ DEVICE void prepare_values(const AttentionParams& p, SharedStorage& shared, Ring
 #pragma unroll 1
     for (int number = work.keys.end - 1; number >= work.keys.begin; number--) {
       const int first_key = tiles.block(number) * BLOCK_N, begin = first_seen - first_key, end = s.len_k - first_key;
+      rings.columns.follow(rings.v);
+      rings.scales.follow(rings.v);
       if constexpr (TOKEN_SCALES) {
         rings.scales.acquire();
         scales.store(shared.scales[rings.scales.stage], warp);
         rings.scales.publish_written();
         if (number > work.keys.begin) load_scales(number - 1);
       }
-      u32 own_warp = warp;
-      ptx::forget(own_warp);  // so that no register holds what follows from it beyond this tile
-      const Transposer transposer(own_warp);
+      u32 thread = warp * WARP + lane();
+      ptx::forget(thread);  // so that no register holds what follows from it beyond this tile
+      const Transposer transposer(thread / WARP, thread % WARP);
       rings.v.wait();
       rings.columns.acquire();
       const u32 nan = begin <= 0 && end >= BLOCK_N
