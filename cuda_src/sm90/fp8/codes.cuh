@@ -25,7 +25,7 @@ constexpr u32 VALUE_CODES_BYTES = BLOCK_N * ROW_BYTES * CODE_PANELS_V, COLUMN_CO
 // in registers, and the sums of a slice last for one tile.
 constexpr int SLICES = HEAD_DIM_V / SLICE;
 constexpr bool IN_SLICES = SLICES > 1;
-constexpr int SLICES_AT_ONCE = 2;  // products with so many slices are under way together
+constexpr int SLICES_AT_ONCE = 2;  // products with so many slices are under way together, but for the last one
 constexpr int KEYS_OF_SUM = 512, TILES_OF_SUM = KEYS_OF_SUM / BLOCK_N;
 static_assert(BLOCK_N % CODE_STEP == 0 && BLOCK_N <= CODE_PANEL,
               "a tile of keys is one panel of the transposed values");

@@ -143,11 +143,8 @@ struct Consumer {
     if constexpr (IN_SLICES) {
 #pragma unroll
       for (int slice = 0; slice < SLICES; slice++) {
-        const int left = SLICES - 1 - slice;  // products behind this one
-        if (left >= 2 && SLICES_AT_ONCE >= 3) {
-          ptx::wgmma_wait_group<2>();
-        } else if (left >= 1 && SLICES_AT_ONCE >= 2) {
-          ptx::wgmma_wait_group<1>();
+        if (slice + 1 < SLICES) {
+          ptx::wgmma_wait_group<SLICES_AT_ONCE - 1>();
         } else {
           ptx::wgmma_wait_group<0>();
         }
