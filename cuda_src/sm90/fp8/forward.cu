@@ -179,8 +179,7 @@ struct Consumer {
     ptx::wgmma_wait_group<0>();
     keep(out);
     rescale_rows(out, factor);
-    rescale[0] *= factor[0];
-    rescale[1] *= factor[1];
+    if (has_totals) set_factors(factor_of(0) * factor[0], factor_of(1) * factor[1]);
   }
 
   // join() adds what there is of O to the totals.
@@ -189,18 +188,32 @@ struct Consumer {
     store_totals();
     tiles_in_sum = 0;
     has_totals = true;
-    rescale[0] = rescale[1] = 1;
+    set_factors(1, 1);
+  }
+
+  // factor_of() is what row r of the totals is to be multiplied by. With SHARES_FACTORS the four lanes of a row share
+  // it in shared memory, where registers are scarce.
+  DEVICE float& factor_of(int r) const {
+    if constexpr (!SHARES_FACTORS) return rescale[r];
+    return shared.factors[warpgroup * ROWS_OF_WARPGROUP + warp_row() + fragment_row() + 8 * r];
+  }
+  DEVICE void set_factors(float first, float second) const {
+    if constexpr (SHARES_FACTORS) __syncwarp();  // all lanes have read
+    factor_of(0) = first;
+    factor_of(1) = second;
+    if constexpr (SHARES_FACTORS) __syncwarp();
   }
 
   // add_totals() adds the totals, times their factors, to what there is of O.
   DEVICE void add_totals() {
+    const float factor[2] = {factor_of(0), factor_of(1)};
 #pragma unroll
     for (int e = 0; e < HEAD_DIM_V / 2; e += 4) {
       const float4 total = shared.totals[IN_SLICES ? 0 : e / 4][threadIdx.x];
-      out[e] += total.x * rescale[0];
-      out[e + 1] += total.y * rescale[0];
-      out[e + 2] += total.z * rescale[1];
-      out[e + 3] += total.w * rescale[1];
+      out[e] += total.x * factor[0];
+      out[e + 1] += total.y * factor[0];
+      out[e + 2] += total.z * factor[1];
+      out[e + 3] += total.w * factor[1];
     }
   }
 
@@ -334,9 +347,6 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings
                      parity,  warpgroup,     first_row,
                      row,     queries,       KeyTiles(p, work)};
 
-    float inverse[2] = {0, 0};
-    const float sink = p.sink == nullptr || work.split() > 0 ? -infinity() : p.sink[work.head];
-    float lse[2] = {sink, sink};
     rings.q.wait();
     const bool sees_keys = seen.begin < seen.end;
     tile.skip(keys.end - 1, sees_keys ? seen.end - 1 : keys.begin - 1);
@@ -346,7 +356,10 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings
       for (int number = seen.end - 2; number >= seen.begin; number--) tile.step(number, false);
     }
     rings.q.release();
-    // The last weights meet their values. A warpgroup without keys takes this place in the order, too.
+    // The last weights meet their values. A warpgroup without keys takes this place in the order, too. The sink is read
+    // here so that no register holds it in the loop.
+    const float sink = p.sink == nullptr || work.split() > 0 ? -infinity() : p.sink[work.head];
+    float inverse[2] = {0, 0}, lse[2] = {sink, sink};
     if (sees_keys) rings.columns.wait();
     order.wait();
     if (sees_keys) {

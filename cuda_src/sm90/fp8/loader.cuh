@@ -20,6 +20,7 @@ struct SharedStorage {
   alignas(1024) unsigned char v[STAGES * VALUE_CODES_BYTES];         // (STAGES, CODE_PANELS_V, BLOCK_N, 128)
   alignas(1024) unsigned char columns[STAGES * COLUMN_CODES_BYTES];  // (STAGES, HEAD_DIM_V, 128)
   float4 totals[IN_SLICES ? 1 : HEAD_DIM_V / 8][IN_SLICES ? 1 : CONSUMERS * WARPGROUP];  // O: four numbers of a thread
+  float factors[SHARES_FACTORS ? BLOCK_M : 1];  // which the rows of the totals are to be multiplied by
   TileMessage work[WORK_STAGES];
   SharedScales scales[STAGES];
   float2 row_scales[TOKEN_SCALES ? CONSUMERS * WARPGROUP : 1];  // of the two queries of each computing thread

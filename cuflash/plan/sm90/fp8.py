@@ -28,7 +28,6 @@ from cuflash.plan.key_splits import OF_MANY_ROWS, merging_us, per_sequence, rows
 from cuflash.plan.record import ANY_ONE, HOPPER, PLAIN, Record, Takes, Word, candidates, narrowest, one_of, records
 from cuflash.plan.sm90.config import SMEM_BESIDE_TILES, Sm90ForwardConfig
 from cuflash.plan.sm90.forward import Layout, expressible, has_few_queries
-from cuflash.plan.sm90.tiles import WINDOW
 from cuflash.problem.attention_problem import AttentionProblem
 from cuflash.problem.fp8 import FP8
 
@@ -54,6 +53,7 @@ class Fp8Tile:
     # Registers of a thread that loads, schedules or prepares values, and of one that computes.
     registers: tuple[int, int] = (56, 224)
     ping_pong: bool = True  # the warpgroups alternate at the tensor cores
+    shares_factors: bool = False  # factors of totals lie in shared memory, which leaves registers for other things
 
     @property
     def scores(self) -> int:
@@ -66,17 +66,17 @@ def _tiles(head_dim: int, head_dim_v: int, *lines: Record[Fp8Tile]) -> tuple[Rec
     return records((ENTRY,), FP8, (head_dim, head_dim_v), *whole)
 
 
+def _without_tokens(takes: Takes) -> Takes:
+    return replace(takes, lacks=(*takes.lacks, TOKENS))
+
+
 # Three warpgroups overlap exponentials and products better than two, and have fewer registers.
 _OF_THREE, _OF_SLICES, _MOST = (32, 160), (40, 232), (24, 240)
 _WITHOUT_BIAS = replace(ANY_ONE, lacks=("has_bias",))
 # Block masks have blocks of 64 rows and keys, so that their tiles have 64 or 128.
-_WITHOUT_BLOCKS = replace(ANY_ONE, lacks=("has_bias", "has_block_mask", TOKENS))
+_WITHOUT_BOTH = replace(ANY_ONE, lacks=("has_bias", "has_block_mask"))
 _FEW = one_of("has_softcap", "has_alibi")
 _FEW_OR_DROPOUT = one_of("has_softcap", "has_alibi", "has_dropout")
-
-
-def _without_tokens(takes: Takes) -> Takes:
-    return replace(takes, lacks=(*takes.lacks, TOKENS))
 
 
 # Each option takes registers, so that tiles with options are smaller; so do scales of tokens. TFLOP/s were measured on
@@ -85,16 +85,16 @@ FORWARD = (
     *_tiles(
         64,
         64,
-        Record(Fp8Tile(192, 128, query_stages=2, registers=_OF_THREE), _WITHOUT_BLOCKS),  # 636
-        Record(Fp8Tile(192, 96, query_stages=2, registers=_OF_THREE), _FEW, needs=(TOKENS,)),
+        Record(Fp8Tile(192, 128, query_stages=2, registers=_OF_THREE), _without_tokens(_WITHOUT_BOTH)),  # 636
+        Record(Fp8Tile(192, 96, query_stages=2, registers=_OF_THREE), _WITHOUT_BOTH, needs=(TOKENS,)),
         Record(Fp8Tile(128, 128, query_stages=2), _WITHOUT_BIAS),
         Record(Fp8Tile(128, 64, query_stages=2)),
     ),
     *_tiles(
         96,
         96,
-        Record(Fp8Tile(192, 128, registers=_OF_THREE), replace(PLAIN, lacks=(TOKENS, WINDOW))),
-        Record(Fp8Tile(192, 96, registers=_OF_THREE), _WITHOUT_BLOCKS),
+        Record(Fp8Tile(192, 128, registers=_OF_THREE, shares_factors=True), replace(PLAIN, lacks=(TOKENS,))),
+        Record(Fp8Tile(192, 96, registers=_OF_THREE), _without_tokens(_WITHOUT_BOTH)),
         Record(Fp8Tile(192, 96, registers=_OF_THREE), _FEW, needs=(TOKENS,)),
         Record(Fp8Tile(128, 128, query_stages=2), _WITHOUT_BIAS),
         Record(Fp8Tile(128, 64, query_stages=2)),
@@ -119,7 +119,7 @@ FORWARD = (
         Record(Fp8Tile(128, 96, slice=32, registers=_OF_SLICES), _FEW_OR_DROPOUT, needs=(TOKENS,)),
         Record(Fp8Tile(128, 64, slice=32), _without_tokens(_WITHOUT_BIAS)),
         # A block mask, too, would take a second longer to compile than with 32 keys.
-        Record(Fp8Tile(128, 64, slice=32), replace(ANY_ONE, lacks=("has_bias", "has_block_mask")), needs=(TOKENS,)),
+        Record(Fp8Tile(128, 64, slice=32), _WITHOUT_BOTH, needs=(TOKENS,)),
         Record(Fp8Tile(128, 32, slice=32)),
     ),
     *_tiles(
@@ -139,16 +139,20 @@ class Sm90Fp8Config(Sm90ForwardConfig):
 
     result: str  # C++ type of the results
     slice: int  # columns of a product of weights and values
+    shares_factors: bool
 
 
 def _smem_bytes(record: Record[Fp8Tile], token_scales: bool) -> int:
     tile = record.tile
     row_bytes, row_bytes_v = whole_rows(record.head_dim), whole_rows(record.head_dim_v)
     keys = tile.block_n * (row_bytes + row_bytes_v) + record.head_dim_v * SWIZZLE_BYTES
-    scales = tile.stages * 2 * tile.block_n * FLOAT_BYTES
-    scales += _THREADS_OF_ROW * tile.block_m * FLOAT_BYTES if token_scales else 0
+    small = SMEM_BESIDE_TILES
+    if token_scales:
+        small += (tile.stages * 2 * tile.block_n + _THREADS_OF_ROW * tile.block_m) * FLOAT_BYTES
+    if tile.shares_factors:
+        small += tile.block_m * FLOAT_BYTES
     totals = tile.block_m * record.head_dim_v * FLOAT_BYTES if tile.slice == record.head_dim_v else 0
-    small = math.ceil((scales + SMEM_BESIDE_TILES) / SMEM_ALIGNMENT) * SMEM_ALIGNMENT
+    small = math.ceil(small / SMEM_ALIGNMENT) * SMEM_ALIGNMENT
     return tile.query_stages * tile.block_m * row_bytes + tile.stages * keys + totals + small
 
 
@@ -194,9 +198,7 @@ def forward(
     if obstacle(problem) or not all(expressible(*layout) for layout in layouts):
         return ()
     lines = narrowest(FORWARD, problem.head_dim, problem.head_dim_v)
-    flags = flags_of(problem)
-    words = {word for word, asked in ((TOKENS, token_scales), (WINDOW, "has_window" in flags)) if asked}
-    asked = (without_window(flags) - {FLAG}) | words
+    asked = (without_window(flags_of(problem)) - {FLAG}) | ({TOKENS} if token_scales else set())
     found = candidates(lines, asked, HOPPER, lambda record: True, lambda record: -record.tile.scores)
     return tuple(with_rules(_config_of(problem, record, token_scales), problem) for record in found)
 
