@@ -308,6 +308,55 @@ def test_sums_join_totals(
     assert config.block_n * (512 // config.block_n + 1) < keys  # a sum joined, and another followed
 
 
+# Options by their flags, the most of them first.
+FULLEST = {
+    "all": ("has_softcap", "has_bias", "has_mask", "has_alibi", "has_dropout"),
+    "bias": ("has_bias",),
+    "blocks": ("has_block_mask",),
+    "mask": ("has_mask",),
+    "dropout": ("has_dropout",),
+    "alibi": ("has_alibi",),
+    "plain": (),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("record", sm90_fp8.FORWARD, ids=lambda x: f"{x.head_dim}-{x.head_dim_v}-{x.tile.scores}")
+@pytest.mark.parametrize("per", ["head", "token"])
+def test_every_record_runs(record: Any, per: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with the most options that it takes; shared memory holds what it needs, and is used in order."""
+    dims, tile = (record.head_dim, record.head_dim_v), record.tile
+
+    def own(configs: Sequence[sm90_fp8.Sm90Fp8Config]) -> list[sm90_fp8.Sm90Fp8Config]:
+        wanted = tile.block_m, tile.block_n, tile.slice, *tile.registers
+        return [
+            c for c in configs
+            if wanted == (c.block_m, c.block_n, c.slice, c.producer_registers, c.consumer_registers)
+        ]  # fmt: skip
+
+    def taken(flags: tuple[str, ...]) -> bool:
+        problem = listing.problem_of(CODES, *dims, flags, has_fp8_keys=True, out_dtype="float32")
+        return bool(own(sm90_fp8.forward(problem, (), per == "token")))
+
+    names = [name for name, flags in FULLEST.items() if taken(flags)]
+    if not names:
+        assert sm90_fp8.TOKENS in (*record.needs, *record.takes.lacks)  # it is for the other kind of scales
+        return
+    choices = sm90_fp8.choices
+    monkeypatch.setattr(sm90_fp8, "choices", lambda *args: [(c, 1) for c in own([c for c, _ in choices(*args)])])
+    arrays, scales, numbers = drawn(dims, per)
+    options = OPTIONS[names[0]]
+    expected = exact(numbers, **options)
+    given = dict(options)
+    if "block_mask" in given:
+        given["block_mask"] = cuflash.BlockMask.from_dense(given["block_mask"])
+    forget_launches()
+    with hook.kernels_on(CpuDevice((9, 0), num_sms=3, check=Check.SHARED)):
+        out, _ = attend(arrays, scales, **given)
+    assert {x.kernel.entry for x in launch._launches.values()} == {sm90_fp8.ENTRY}
+    assert_near(out, expected)
+
+
 @pytest.mark.parametrize(("batch", "seqlen", "warpgroups"), [(1, 512, 2), (8, 8192, 3)])
 def test_few_tiles_are_smaller(batch: int, seqlen: int, warpgroups: int) -> None:
     """Two warpgroups have fewer queries than three, so that more tiles run at once; many tiles take the larger ones."""
