@@ -321,6 +321,7 @@ FULLEST = {
 
 
 @needs_compiler
+@pytest.mark.whole
 @pytest.mark.parametrize("record", sm90_fp8.FORWARD, ids=lambda x: f"{x.head_dim}-{x.head_dim_v}-{x.tile.scores}")
 @pytest.mark.parametrize("per", ["head", "token"])
 def test_every_record_runs(record: Any, per: str, monkeypatch: pytest.MonkeyPatch) -> None:
