@@ -115,7 +115,7 @@ FORWARD = (
     *_tiles(
         192,
         192,
-        Record(Fp8Tile(128, 128, slice=32, registers=_MOST), _without_tokens(_FEW_OR_DROPOUT)),  # 966
+        Record(Fp8Tile(128, 128, slice=32, registers=_OF_SLICES), _without_tokens(_FEW_OR_DROPOUT)),  # 966
         Record(Fp8Tile(128, 96, slice=32, registers=_OF_SLICES), _FEW_OR_DROPOUT, needs=(TOKENS,)),
         Record(Fp8Tile(128, 64, slice=32), _without_tokens(_WITHOUT_BIAS)),
         # A block mask, too, would take a second longer to compile than with 32 keys.
