@@ -5,9 +5,10 @@ part of the result. A rank's rows do not stand at positions 0, 1, 2, ...: whoeve
 embeddings do, asks `positions` for them.
 """
 
-from cuflash.distributed.communicators import Communicator, threads
+from cuflash.distributed.communicators import Communicator
 from cuflash.distributed.environment import from_environment
 from cuflash.distributed.heads import ulysses_attention, ulysses_attention_backward, ulysses_attention_vjp
+from cuflash.distributed.rank_threads import threads
 from cuflash.distributed.ring import ring_attention, ring_attention_backward, ring_attention_vjp
 from cuflash.distributed.sharding import positions, shard, unshard
 from cuflash.distributed.tensor_parallel import attention_allreduce, attention_allreduce_vjp

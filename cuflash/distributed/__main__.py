@@ -116,6 +116,12 @@ def run(world: int, work: Work, devices: Sequence[int] | None = None, **options:
 
     `options` are those of `threads`.
     """
+    return run_threads(threads(world, devices=devices, **options), work, devices)
+
+
+def run_threads(comms: Sequence[Communicator], work: Work, devices: Sequence[int] | None = None) -> list[Any]:
+    """Do some work in a thread for each communicator."""
+    world = len(comms)
     results: list[Any] = [None] * world
     errors: list[BaseException | None] = [None] * world
 
@@ -129,7 +135,7 @@ def run(world: int, work: Work, devices: Sequence[int] | None = None, **options:
         except BaseException as error:
             errors[comm.rank] = error
 
-    ranks = [threading.Thread(target=rank, args=(comm,)) for comm in threads(world, devices=devices, **options)]
+    ranks = [threading.Thread(target=rank, args=(comm,)) for comm in comms]
     for thread in ranks:
         thread.start()
     for thread in ranks:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from cuflash.distributed.communicators import Communicator
+from cuflash.distributed.steps import Steps
 from cuflash.problem.fp8 import SCALES
 from cuflash.problem.options import Options, check_names
 
@@ -49,38 +51,44 @@ def describe(name: str, value: Any) -> tuple[str, Any]:
     return name, repr(value)
 
 
-def agree(comm: Communicator, prepare: Callable[[], tuple[T, Described]]) -> tuple[T, list[Any]]:
-    """Check a call on every rank; where one finds it invalid, or two disagree, every rank raises.
+@dataclass(frozen=True)
+class Proposal(Generic[T]):
+    """A call as one rank has found it, before the others have told theirs."""
 
-    Parameters
-    ----------
-    comm : Communicator
-    prepare : callable
-        Checks this rank's arguments and returns what the call goes on with, and what is to be the same on all ranks.
-        The entry called "length" is this rank's own.
+    prepared: T | None  # what the call goes on with; None where it is invalid
+    described: Described  # what is to be the same on all ranks; the entry called "length" is this rank's own
+    error: Exception | None = None
+    digest: str = ""  # of what is described
+
+
+def propose(comm: Communicator, prepare: Callable[[], tuple[T, Described]]) -> Proposal[T]:
+    """Check this rank's arguments by `prepare`, which returns what the call goes on with and what is compared."""
+    try:
+        prepared, described = prepare()
+    except Exception as error:
+        if not comm.check:
+            raise
+        return Proposal(None, (), error)
+    return Proposal(prepared, described, None, digest_of(described) if comm.check else "")
+
+
+def agree(comm: Communicator, proposal: Proposal[T]) -> Steps[tuple[T, list[Any]]]:
+    """Check a call on every rank; where one finds it invalid, or two disagree, every rank raises.
 
     Returns
     -------
-    (what `prepare` returned, the lengths of all ranks)
+    (what was prepared, the lengths of all ranks)
 
     Raises
     ------
     ValueError
         On every rank, where only some find the call invalid, or where arguments differ; it names rank and argument.
     Exception
-        What `prepare` raised, where it did so on every rank.
+        What `propose` met, where it did so on every rank.
     """
-    error: Exception | None = None
-    described: Described = ()
-    prepared = None
-    try:
-        prepared, described = prepare()
-    except Exception as raised:
-        if not comm.check:
-            raise
-        error = raised
+    error, described = proposal.error, proposal.described
     own = None if error is None else f"{type(error).__name__}: {error}"
-    told = comm.all_gather((own, dict(described).get("length"), _digest(described) if comm.check else ""))
+    told = yield from comm.gathering((own, dict(described).get("length"), proposal.digest))
     failures = [(rank, text) for rank, (text, *_) in enumerate(told) if text is not None]
     if len(failures) == comm.world and error is not None:
         raise error
@@ -88,12 +96,12 @@ def agree(comm: Communicator, prepare: Callable[[], tuple[T, Described]]) -> tup
         rank, text = failures[0]
         raise ValueError(f"rank {rank} of {comm.world} finds the call invalid: {text}") from error
     if len({digest for *_, digest in told}) > 1:
-        _compare(comm.all_gather(described))
-    assert prepared is not None
-    return prepared, [length for _, length, _ in told]
+        _compare((yield from comm.gathering(described)))
+    assert proposal.prepared is not None
+    return proposal.prepared, [length for _, length, _ in told]
 
 
-def _digest(described: Described) -> str:
+def digest_of(described: Described) -> str:
     """Return a text that equal calls have in common, which ranks tell each other where nothing is wrong."""
     entries = [entry for entry in described if entry[0] != "length"]
     return hashlib.blake2b(repr(entries).encode(), digest_size=16).hexdigest()
@@ -116,6 +124,8 @@ def telling(comm: Communicator) -> Iterator[None]:
     """Let a failure of this rank end the others' waiting within the context, in which ranks depend on each other."""
     try:
         yield
+    except GeneratorExit:  # nobody takes the steps any more
+        raise
     except BaseException as error:
         comm.fail(error)
         raise

@@ -8,12 +8,15 @@ enqueued), so that the messages that it needs have had that long to arrive.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuflash.distributed.communicators import Communicator
+from cuflash import interop
+from cuflash.distributed.communicators import Communicator, Pending
+from cuflash.distributed.steps import Steps
 
 Array = Any
 
@@ -42,8 +45,9 @@ class BlockSums:
         self._to_gather: deque[_Block] = deque()
         self._read_by_others: list[Array] = []  # kept until the barrier at the call's end
         self._stream = None if isinstance(total, np.ndarray) else _stream_behind_this()
+        self._xp, self._ready = interop.namespace_of(total), comm.now()
 
-    def add(self, own: Array) -> None:
+    def add(self, own: Array) -> Steps[None]:
         """Take this rank's addend of the next rows, add the block before, and complete the one before that."""
         comm = self._comm
         made = None if self._stream is None else _current_stream().record()
@@ -51,46 +55,62 @@ class BlockSums:
         self._row += len(own)
         self._read_by_others.append(own)
         for to in self._others():
-            comm.send(own[block.part(to)], to)
-        with self._beside():
-            self._advance()
+            comm.send([own[block.part(to)]], to)
+        yield True
+        yield from self._advance()
         self._to_add.append(block)
 
-    def finish(self) -> None:
+    def finish(self) -> Steps[None]:
         """Complete all blocks for the work that follows on the current stream."""
-        with self._beside():
-            while self._to_add or self._to_gather:
-                self._advance()
+        while self._to_add or self._to_gather:
+            yield from self._advance()
         if self._stream is not None:
             _current_stream().wait_event(self._stream.record())
 
-    def _advance(self) -> None:
+    def _advance(self) -> Steps[None]:
         """Do one step of each of the two oldest blocks; ranks receive in the order in which all of them send."""
-        added = self._add_parts(self._to_add.popleft()) if self._to_add else None
+        added = (yield from self._add_parts(self._to_add.popleft())) if self._to_add else None
         if self._to_gather:
-            self._gather(self._to_gather.popleft())
+            yield from self._gather(self._to_gather.popleft())
         if added is not None:
             self._to_gather.append(added)
 
-    def _add_parts(self, block: _Block) -> _Block:
+    def _add_parts(self, block: _Block) -> Steps[_Block]:
         comm = self._comm
         part = block.part(comm.rank)
-        if self._stream is not None:
-            self._stream.wait_event(block.made)
-        addends = {source: comm.receive(source) for source in self._others()} | {comm.rank: block.own[part]}
-        total = addends[0].copy()
-        for rank in range(1, comm.world):
-            total += addends[rank]
-        total = total.astype(self._total.dtype, copy=False)
-        self._rows(block, part)[...] = total
-        self._read_by_others.append(total)
-        for to in self._others():
-            comm.send(total, to)
+        with self._beside():
+            landings = {source: self._xp.empty_like(block.own[part]) for source in self._others()}
+            ready = comm.now()
+        arriving = yield from self._arriving(landings, ready)
+        with self._beside():
+            if self._stream is not None:
+                self._stream.wait_event(block.made)
+            for pending in arriving:
+                pending.get()
+            addends = landings | {comm.rank: block.own[part]}
+            total = addends[0].copy()
+            for rank in range(1, comm.world):
+                total += addends[rank]
+            total = total.astype(self._total.dtype, copy=False)
+            self._rows(block, part)[...] = total
+            self._read_by_others.append(total)
+            for to in self._others():
+                comm.send([total], to)
         return block
 
-    def _gather(self, block: _Block) -> None:
-        for source in self._others():
-            self._rows(block, block.part(source))[...] = self._comm.receive(source)
+    def _gather(self, block: _Block) -> Steps[None]:
+        rows = {source: self._rows(block, block.part(source)) for source in self._others()}
+        arriving = yield from self._arriving(rows, self._ready)
+        with self._beside():
+            for pending in arriving:
+                pending.get()
+
+    def _arriving(self, into: Mapping[int, Array], ready: Any) -> Steps[list[Pending]]:
+        """Have an array of each other rank arrive."""
+        arriving = []
+        for source, x in into.items():
+            arriving.append((yield from self._comm.arriving(source, 0, [x], ready)))
+        return arriving
 
     def _rows(self, block: _Block, part: slice) -> Array:
         return self._total[block.first + part.start : block.first + part.stop]

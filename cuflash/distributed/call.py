@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from cuflash import interop
-from cuflash.distributed.agreement import Described, agree, check_options, describe, telling
+from cuflash.distributed.agreement import (
+    Described,
+    Proposal,
+    agree,
+    check_options,
+    describe,
+    digest_of,
+    propose,
+    telling,
+)
 from cuflash.distributed.checks import check_edges, check_heads, check_problem, check_residuals
 from cuflash.distributed.communicators import Communicator, check_communicator
 from cuflash.distributed.order import Stretch, check_order, length_of, stretches_of
-from cuflash.frontend.call import Backward, Gradients
+from cuflash.distributed.steps import Steps
+from cuflash.frontend.call import Backward, Gradients, signature
+from cuflash.kept import Kept
 from cuflash.problem.attention_problem import accum_of
 from cuflash.problem.checks import check_bool
 from cuflash.problem.gradients import check_grads, extras_of
@@ -22,6 +34,8 @@ from cuflash.problem.own_rules import check_operands
 
 Array = Any
 RESIDUALS = ("dout", "out", "lse", "dlse")
+# A call, its residuals, and the gradients that are wanted of it.
+_Prepared: TypeAlias = "tuple[Call, dict[str, Array | None], frozenset[str]]"
 
 
 @dataclass(frozen=True)
@@ -41,6 +55,7 @@ class Call:
     # These two describe a ring of groups, whose ranks hold the tokens of their group.
     rows_by_rank: tuple[tuple[Stretch, ...], ...] | None = None
     first_head: int = 0  # the whole's query head that is q's first
+    key: Any = None  # by which calls of one kind are known again; None where they cannot be
 
     def stretches(self, rank: int) -> tuple[Stretch, ...]:
         """Return the tokens of a rank."""
@@ -64,9 +79,9 @@ class Scheme:
     """A way to compute attention over ranks, by its two passes, for its three public functions."""
 
     name: str  # of the public function of the forward pass
-    forward: Callable[[Call], tuple[Array, Array]]  # (out, lse)
+    forward: Callable[[Call], Steps[tuple[Array, Array]]]  # (out, lse)
     # dq, dk, dv and the gradients of the extras, None where not wanted
-    backward: Callable[[Call, Mapping[str, Array | None], frozenset[str]], list[Array | None]]
+    backward: Callable[[Call, Mapping[str, Array | None], frozenset[str]], Steps[list[Array | None]]]
 
     def attention(
         self,
@@ -83,13 +98,11 @@ class Scheme:
         """Return out, or (out, lse), as the caller's kind of arrays."""
         check_communicator(comm)
         return_lse = check_bool("return_lse", return_lse)
-        with comm.turn():
-            call, *_ = _prepared(self.name, {"q": q, "k": k, "v": v}, comm, order, cu_seqlens, options, None, heads)
-            with telling(comm), interop.on_stream_of(call.library, call.q):
-                out, lse = self.forward(call)
-                comm.barrier()
-                result = call.library.release(out)
-                return (result, call.library.release(lse)) if return_lse else result
+        proposal = _proposed(self.name, {"q": q, "k": k, "v": v}, comm, order, cu_seqlens, options, None, heads)
+        with _at_home(proposal):
+            library, (out, lse) = comm.run(self._steps_forward(comm, proposal))
+            result = library.release(out)
+            return (result, library.release(lse)) if return_lse else result
 
     def gradients(
         self,
@@ -103,13 +116,10 @@ class Scheme:
     ) -> Gradients:
         """Return the gradients as the caller's kind of arrays; `arrays` are q, k, v and the residuals by name."""
         check_communicator(comm)
-        what = f"{self.name}_backward"
-        with comm.turn():
-            call, residuals, wanted = _prepared(what, arrays, comm, order, cu_seqlens, options, grads, heads)
-            with telling(comm), interop.on_stream_of(call.library, call.q):
-                results = self.backward(call, residuals, wanted)
-                comm.barrier()
-                return tuple(None if x is None else call.library.release(x) for x in results)
+        proposal = _proposed(f"{self.name}_backward", arrays, comm, order, cu_seqlens, options, grads, heads)
+        with _at_home(proposal):
+            library, results = comm.run(self._steps_backward(comm, proposal))
+            return tuple(None if x is None else library.release(x) for x in results)
 
     def vjp(
         self,
@@ -135,6 +145,32 @@ class Scheme:
         backward.__qualname__ = "backward"  # as messages of Python call it
         return ((out, lse) if return_lse else out), backward
 
+    def _steps_forward(
+        self, comm: Communicator, proposal: Proposal[_Prepared]
+    ) -> Steps[tuple[interop.Library, tuple[Array, Array]]]:
+        call, *_ = yield from _agreed(comm, proposal)
+        with telling(comm):
+            results = yield from self.forward(call)
+            yield from comm.finishing()
+        return call.library, results
+
+    def _steps_backward(
+        self, comm: Communicator, proposal: Proposal[_Prepared]
+    ) -> Steps[tuple[interop.Library, list[Array | None]]]:
+        call, residuals, wanted = yield from _agreed(comm, proposal)
+        with telling(comm):
+            results = yield from self.backward(call, residuals, wanted)
+            yield from comm.finishing()
+        return call.library, results
+
+
+def _at_home(proposal: Proposal[_Prepared]) -> AbstractContextManager[Any]:
+    """Return the context in which the caller's GPU and stream are the current ones."""
+    if proposal.prepared is None:
+        return nullcontext()
+    call, *_ = proposal.prepared
+    return interop.on_stream_of(call.library, call.q)
+
 
 def adopt(library: interop.Library, given: dict[str, Any], options: Options) -> tuple[dict[str, Array], Options]:
     """Return a call's arrays and its options, whose arrays are of the same library."""
@@ -150,7 +186,22 @@ def adopt(library: interop.Library, given: dict[str, Any], options: Options) -> 
     return adopted, replace(options, **its)
 
 
-def _prepared(
+class _Kind(NamedTuple):
+    """What calls of one kind have in common, by which they are checked once."""
+
+    library: interop.Library
+    options: Options  # arrays among them are those of the first call
+    arrays_of_options: tuple[str, ...]
+    edges: list[int] | None
+    wanted: frozenset[str]
+    described: Described
+    digest: str
+
+
+_kinds: Kept[Any, _Kind] = Kept()
+
+
+def _proposed(
     what: str,
     arrays: dict[str, Array],
     comm: Communicator,
@@ -159,10 +210,19 @@ def _prepared(
     keywords: Mapping[str, Any],
     grads: Sequence[str] | None = None,
     heads: int = 1,
-) -> tuple[Call, dict[str, Array | None], frozenset[str]]:
-    """Return the call, checked on every rank, the residuals, and the gradients that are wanted."""
+) -> Proposal[_Prepared]:
+    """Return the call as this rank finds it, with the residuals and the gradients that are wanted."""
+    key = _key_of(what, arrays, comm, order, cu_seqlens, keywords, grads, heads)
+    kind = None if key is None else _kinds.get(key)
+    if kind is not None:
+        own = {name: keywords[name] for name in kind.arrays_of_options}
+        options = replace(kind.options, **own) if own else kind.options
+        q, k, v = arrays["q"], arrays["k"], arrays["v"]
+        call = Call(kind.library, comm, order, q, k, v, options, kind.edges, heads=heads, key=key)
+        residuals = {name: arrays.get(name) for name in RESIDUALS}
+        return Proposal((call, residuals, kind.wanted), kind.described, None, kind.digest)
 
-    def prepare() -> tuple[tuple[Call, dict[str, Array | None], frozenset[str]], Described]:
+    def prepare() -> tuple[_Prepared, Described]:
         options = check_options(keywords)
         library = interop.library_of("q", arrays["q"])
         given = {name: x for name, x in arrays.items() if x is not None or name != "dlse"}
@@ -173,6 +233,9 @@ def _prepared(
         wanted = check_grads(grads, problem)
         residuals = {name: adopted.get(name) for name in RESIDUALS}
         check_residuals(residuals, problem, edges is not None)
+        is_same = all(adopted[name] is x for name, x in given.items()) and all(
+            getattr(options, name) is x for name, x in keywords.items() if hasattr(x, "shape")
+        )
         call = Call(library, comm, check_order(order), q, k, v, options, edges, heads=check_heads(heads, comm.world))
         described = (
             ("function", what),
@@ -187,15 +250,66 @@ def _prepared(
             ("dlse", residuals["dlse"] is not None),
             *(describe(f.name, getattr(options, f.name)) for f in fields(options)),
         )
+        if is_same and key is not None:
+            of_options = tuple([name for name, x in keywords.items() if hasattr(x, "shape")])
+            _kinds[key] = _Kind(library, options, of_options, edges, wanted, described, digest_of(described))
+            call = replace(call, key=key)
         return (call, residuals, wanted), described
 
-    (call, residuals, wanted), lengths = agree(comm, prepare)
+    return propose(comm, prepare)
+
+
+# Values of these types are compared by value; arrays by what their checks look at.
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def _key_of(
+    what: str,
+    arrays: Mapping[str, Array | None],
+    comm: Communicator,
+    order: Any,
+    cu_seqlens: Any,
+    keywords: Mapping[str, Any],
+    grads: Any,
+    heads: Any,
+) -> Any:
+    """Return by what calls of one kind are known again; None where they cannot be."""
+    key: list[Any] = [what, comm.rank, comm.world, comm.check]
+    plain = {"order": order, "heads": heads, **keywords}
+    if grads is not None:
+        if not isinstance(grads, (tuple, list)):
+            return None
+        plain |= {f"grads {n}": x for n, x in enumerate(grads)}
+    for name, x in plain.items():
+        kind = type(x)
+        if kind in _PLAIN:
+            key += (name, kind, x)
+        elif kind is tuple and name == "window":
+            key += (name, repr(x))
+        elif name in ("sink", "alibi_slopes") and (kind is np.ndarray or kind.__module__ == "cupy"):
+            key += (name, signature(x))
+        else:
+            return None
+    if cu_seqlens is not None:
+        if type(cu_seqlens) is not np.ndarray:
+            return None
+        key += (cu_seqlens.dtype, cu_seqlens.shape, cu_seqlens.tobytes())
+    for name, x in arrays.items():
+        if x is not None and type(x) is not np.ndarray and type(x).__module__ != "cupy":
+            return None
+        key += (name, None if x is None else signature(x))
+    return tuple(key)
+
+
+def _agreed(comm: Communicator, proposal: Proposal[_Prepared]) -> Steps[_Prepared]:
+    """Return the call on which all ranks agree, with the tokens of all of them."""
+    (call, residuals, wanted), lengths = yield from agree(comm, proposal)
     seqlen = sum(lengths)
     for rank, length in enumerate(lengths):
         expected = length_of(seqlen, rank, comm.world, call.order)
         if length != expected:
             raise ValueError(
-                f"q: expected {expected} of the {seqlen} tokens on rank {rank} by order {order!r}, got {length}"
+                f"q: expected {expected} of the {seqlen} tokens on rank {rank} by order {call.order!r}, got {length}"
             )
     edges = call.edges
     if edges is not None:

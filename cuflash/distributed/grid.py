@@ -17,6 +17,8 @@ from cuflash.distributed.communicators import Group
 from cuflash.distributed.dealing import Arrays, Dealing
 from cuflash.distributed.order import Stretch, stretches_of
 from cuflash.distributed.ring_passes import Ring
+from cuflash.distributed.steps import Steps
+from cuflash.problem.heads import Heads
 
 Array = Any
 
@@ -66,40 +68,43 @@ class _Grid:
         self.dealing = Dealing(call, Group(comm, ranks), places, num_rows)
         self._ring = Group(comm, range(place, comm.world, heads))
 
-    def forward(self) -> tuple[Array, Array]:
+    def forward(self) -> Steps[tuple[Array, Array]]:
         """Return (out in q's dtype, lse) of this rank's tokens."""
-        return self.dealing.forward(lambda q, k, v: self._around(q, k, v).forward())
 
-    def backward(self, residuals: Mapping[str, Array | None], wanted: frozenset[str]) -> list[Array | None]:
+        def compute(whole: dict[str, Array], heads: Heads) -> Steps[Arrays]:
+            out, lse = yield from self._around(whole, heads).forward()
+            return {"out": out, "lse": lse}
+
+        return (yield from self.dealing.forward(compute))
+
+    def backward(self, residuals: Mapping[str, Array | None], wanted: frozenset[str]) -> Steps[list[Array | None]]:
         """Return the gradients of this rank's inputs, None where they are not wanted."""
 
-        def compute(whole: Arrays) -> Arrays:
-            ring = self._around(whole["q"], whole["k"], whole["v"])
-            return ring.sums({name: whole.get(name) for name in residuals}, wanted)
+        def compute(whole: dict[str, Array], heads: Heads) -> Steps[Arrays]:
+            return (yield from self._around(whole, heads).sums({name: whole.get(name) for name in residuals}, wanted))
 
-        return self.dealing.backward(residuals, wanted, compute)
+        return (yield from self.dealing.backward(residuals, wanted, compute))
 
-    def _around(self, q: Array, k: Array, v: Array) -> Ring:
+    def _around(self, whole: Arrays, heads: Heads) -> Ring:
         """Return the ring of this rank's heads, whose ranks are groups."""
-        dealing = self.dealing
         call = replace(
-            dealing.call,
+            self.dealing.call,
             comm=self._ring,
-            q=q,
-            k=k,
-            v=v,
-            options=dealing.options,
+            q=whole["q"],
+            k=whole["k"],
+            v=whole["v"],
+            options=self.dealing.options_of(heads),
             rows_by_rank=self._rows,
-            first_head=dealing.own.first,
+            first_head=heads.first,
         )
         return Ring(call)
 
 
-def forward(call: Call) -> tuple[Array, Array]:
+def forward(call: Call) -> Steps[tuple[Array, Array]]:
     """Return (out, lse) of a call whose `heads` are more than one."""
-    return _Grid(call).forward()
+    return (yield from _Grid(call).forward())
 
 
-def backward(call: Call, residuals: Mapping[str, Array | None], wanted: frozenset[str]) -> list[Array | None]:
+def backward(call: Call, residuals: Mapping[str, Array | None], wanted: frozenset[str]) -> Steps[list[Array | None]]:
     """Return the gradients of a call whose `heads` are more than one."""
-    return _Grid(call).backward(residuals, wanted)
+    return (yield from _Grid(call).backward(residuals, wanted))

@@ -15,8 +15,10 @@ from cuflash import hints, interop
 from cuflash.distributed.call import Call, Scheme
 from cuflash.distributed.communicators import Communicator
 from cuflash.distributed.dealing import Arrays, Dealing
+from cuflash.distributed.steps import Steps
 from cuflash.frontend.partial import Part
 from cuflash.problem.attention_problem import Place
+from cuflash.problem.heads import Heads
 from cuflash.typing import ArrayT, RankBackward
 
 if TYPE_CHECKING:
@@ -280,29 +282,40 @@ def ulysses_attention_vjp(
 
 
 def _dealing(call: Call) -> Dealing:
-    return Dealing(call, call.comm, [call.stretches(rank) for rank in range(call.comm.world)], call.seqlen)
+    places = [call.stretches(rank) for rank in range(call.comm.world)]
+    return Dealing(call, call.comm, places, call.seqlen, may_have_rounds=True)
 
 
-def _forward(call: Call) -> tuple[Array, Array]:
-    dealing = _dealing(call)
-    return dealing.forward(lambda q, k, v: _part(dealing, q, k, v).forward())
-
-
-def _backward(call: Call, residuals: Mapping[str, Array | None], wanted: frozenset[str]) -> list[Array | None]:
+def _forward(call: Call) -> Steps[tuple[Array, Array]]:
     dealing = _dealing(call)
 
-    def compute(whole: Arrays) -> Arrays:
-        part = _part(dealing, whole["q"], whole["k"], whole["v"])
-        return part.backward(whole["dout"], whole["out"], whole["lse"], whole.get("dlse"), wanted)
+    def compute(whole: dict[str, Array], heads: Heads) -> Steps[Arrays]:
+        yield from ()
+        out, lse = _part(dealing, whole, heads).forward(rounded=True)
+        return {"out": out, "lse": lse}
 
-    return dealing.backward(residuals, wanted, compute)
+    return (yield from dealing.forward(compute))
 
 
-def _part(dealing: Dealing, q: Array, k: Array, v: Array) -> Part:
-    """Make the part of the problem that a rank's heads are."""
+def _backward(call: Call, residuals: Mapping[str, Array | None], wanted: frozenset[str]) -> Steps[list[Array | None]]:
+    dealing = _dealing(call)
+    # Shares of a KV head that several ranks have read are added before they are rounded.
+    is_rounded = call.k.shape[-2] >= call.comm.world
+
+    def compute(whole: dict[str, Array], heads: Heads) -> Steps[Arrays]:
+        yield from ()
+        given = whole["dout"], whole["out"], whole["lse"], whole.get("dlse")
+        return _part(dealing, whole, heads).backward(*given, wanted, rounded=is_rounded)
+
+    return (yield from dealing.backward(residuals, wanted, compute))
+
+
+def _part(dealing: Dealing, whole: Mapping[str, Array], heads: Heads) -> Part:
+    """Make the part of the problem that some heads are."""
     edges = dealing.call.edges
-    cu_seqlens = None if edges is None else interop.namespace_of(q).asarray(edges, np.int32)
-    return Part(q, k, v, dealing.options, Place(first_head=dealing.own.first), cu_seqlens)
+    cu_seqlens = None if edges is None else interop.namespace_of(whole["q"]).asarray(edges, np.int32)
+    options, place = dealing.options_of(heads), Place(first_head=heads.first)
+    return Part(whole["q"], whole["k"], whole["v"], options, place, cu_seqlens)
 
 
 BY_HEADS = Scheme("ulysses_attention", _forward, _backward)

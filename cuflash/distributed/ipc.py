@@ -7,20 +7,22 @@ receiver's stream waits for the event and copies. No multiprocessor takes part, 
 from __future__ import annotations
 
 import ctypes
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuflash.distributed.links import GpuLink
+from cuflash.distributed.copies import contiguous_strides
+from cuflash.distributed.links import GpuLink, Offered
 from cuflash.distributed.mesh import Mesh
 from cuflash.distributed.wire import GPU, ArrayRef
 
 Array = Any
 MAPPED = 64  # other processes' allocations that stay mapped; the one that was read longest ago makes room
 PROBE_BYTES = 1 << 12
+EVENTS_REST = 4  # calls after which an event is recorded anew
 POINTER_ATTRIBUTE_BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
 
 
@@ -36,20 +38,32 @@ class Place(NamedTuple):
 class IpcLink(GpuLink):
     """A link that copies from the memory of other processes."""
 
+    copies_rows = True
+
     def __init__(self, mesh: Mesh, device: int) -> None:
         import cupy
 
         super().__init__(mesh, device)
         self._sent: list[Array] = []
         self._free_events: list[Any] = []
-        self._used_events: list[Any] = []
+        self._used_events: deque[list[Any]] = deque([[]])  # those of each call, the latest call last
+        self._handles: dict[int, bytes] = {}  # of this rank's events
         self._opened_events: dict[bytes, int] = {}
         # An allocation has, by rank and base, its handle, its number and its address here.
         self._mapped: OrderedDict[tuple[int, int], tuple[bytes, int, int]] = OrderedDict()
         # Arrays in memory of other kinds of pools, which has no handle, are copied to memory of this pool.
         self._exportable = cupy.cuda.MemoryPool()
 
-    def offer(self, arrays: list[Array], to: int) -> Any:
+    def now(self) -> Any:
+        """Record an event behind what the current stream does so far, which other processes can wait for."""
+        import cupy
+
+        with cupy.cuda.Device(self.device):
+            event = self._event()
+            cupy.cuda.get_current_stream().record(event)
+        return event
+
+    def offer(self, arrays: list[Array], to: int, ready: Any = None) -> Any:
         """Return handles of the event behind the arrays, and of the memory of each."""
         if not arrays:
             return None
@@ -59,33 +73,49 @@ class IpcLink(GpuLink):
         with cupy.cuda.Device(self.device):
             exported = [self._export(x) for x in arrays]
             self._sent += [kept for _, kept in exported]
-            event = self._event()
-            cupy.cuda.get_current_stream().record(event)
-            return cupy.cuda.runtime.ipcGetEventHandle(event.ptr), [tuple(place) for place, _ in exported]
+            is_copied = any(kept is not x for (_, kept), x in zip(exported, arrays, strict=True))
+            event = self.now() if ready is None or is_copied else ready
+            return self._handle_of(event), [tuple(place) for place, _ in exported]
 
-    def bring(self, refs: list[ArrayRef], offered: Any, source: int) -> tuple[list[Array], Any]:
+    def bring(self, offered: Offered, into: list[Array] | None, ready: Any) -> tuple[list[Array], Any]:
         """Copy behind the sender's event, while this rank's own work goes on."""
         import cupy
 
-        event_handle, places = offered
+        event_handle, places = offered.offer
         with cupy.cuda.Device(self.device):
+            arrays = [self.empty(ref) for ref in offered.refs] if into is None else into
             cupy.cuda.runtime.streamWaitEvent(self.stream.ptr, self._open_event(event_handle))
-            arrays = []
-            for ref, told in zip(refs, places, strict=True):
-                x, place = self.landing(ref), Place(*told)
+            if into is not None:
+                self.stream.wait_event(self.now() if ready is None else ready)
+            for ref, told, x in zip(offered.refs, places, arrays, strict=True):
+                place = Place(*told)
                 if ref.nbytes:
-                    origin = self._map(source, place) + place.offset
-                    cupy.cuda.runtime.memcpyAsync(
-                        x.data.ptr, origin, ref.nbytes, cupy.cuda.runtime.memcpyDeviceToDevice, self.stream.ptr
-                    )
-                arrays.append(x)
+                    origin = self._map(offered.source, place) + place.offset
+                    strides = ref.strides or contiguous_strides(ref.shape, x.itemsize)
+                    self.landing.copy(x, origin, strides)
         return arrays, self.arrival()
 
+    def finish(self) -> None:
+        """Let the current stream wait for the events behind what the others have copied."""
+        import cupy
+
+        with cupy.cuda.Device(self.device):
+            event = self._event()
+            self.stream.record(event)
+            told = self.gather(self._handle_of(event))
+            stream = cupy.cuda.get_current_stream()
+            for rank, handle in enumerate(told):
+                if rank != self.mesh.rank:
+                    cupy.cuda.runtime.streamWaitEvent(stream.ptr, self._open_event(handle))
+        self._arrivals.clear()
+        self.release()
+
     def release(self) -> None:
-        """Forget what was sent, as it has been read; its events may be recorded anew."""
+        """Forget what was sent, as it has been read; the events of some calls ago may be recorded anew."""
         self._sent.clear()
-        self._free_events += self._used_events
-        self._used_events.clear()
+        self._used_events.append([])
+        if len(self._used_events) > EVENTS_REST:
+            self._free_events += self._used_events.popleft()
 
     def abort(self) -> None:
         """Do nothing: copies that wait for an event of a rank that failed end with this process."""
@@ -100,7 +130,7 @@ class IpcLink(GpuLink):
         self._sent.clear()
 
     def _event(self) -> Any:
-        """Return an event that other processes can wait for, and that is not recorded again before the next barrier.
+        """Return an event that other processes can wait for, and that is not recorded again before some barriers.
 
         Whoever waits for an event waits for its latest record: with one event for all, the ranks of a ring could come
         to wait for each other.
@@ -110,8 +140,16 @@ class IpcLink(GpuLink):
         event = self._free_events.pop() if self._free_events else None
         if event is None:
             event = cupy.cuda.Event(disable_timing=True, interprocess=True)
-        self._used_events.append(event)
+        self._used_events[-1].append(event)
         return event
+
+    def _handle_of(self, event: Any) -> bytes:
+        import cupy
+
+        handle = self._handles.get(event.ptr)
+        if handle is None:
+            handle = self._handles[event.ptr] = cupy.cuda.runtime.ipcGetEventHandle(event.ptr)
+        return handle
 
     def _export(self, x: Array) -> tuple[Place, Array]:
         """Return the place of x, and the array to keep alive."""
@@ -197,7 +235,7 @@ def _probe(link: IpcLink, offers: list[Any]) -> str | None:
     try:
         for source, offered in enumerate(offers):
             if source != link.mesh.rank:
-                (x,), _ = link.bring([ref], offered, source)
+                (x,), _ = link.bring(Offered(None, [], [ref], offered, source), None, None)
                 link.settle()
                 if not np.array_equal(cupy.asnumpy(x), _probe_of(source)):
                     return f"GPU {link.device} read something else than what rank {source} wrote"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple
 
 from cuflash import interop
+from cuflash.distributed.landing import Landing
 from cuflash.distributed.mesh import MESSAGE, Mesh
 from cuflash.distributed.wire import ArrayRef
 
@@ -16,29 +16,44 @@ Array = Any
 SPIN_SECONDS, NAP_SECONDS = 1e-3, 1e-4  # a wait for the GPU asks without a pause at first, then after naps
 
 
+class Offered(NamedTuple):
+    """A message of another rank, whose CuPy arrays are offered, or have been brought with it."""
+
+    message: Any  # with an `ArrayRef` for each array
+    host: list[Array]
+    refs: list[ArrayRef]  # of the CuPy arrays
+    offer: Any  # what `bring` needs
+    source: int
+    arrays: list[Array] | None = None  # those that have been brought
+
+
 class Link(ABC):
     """The way of one rank's GPU arrays to the others and back."""
+
+    copies_rows = False  # whether arrays with wide rows need not be contiguous
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
 
     @abstractmethod
-    def offer(self, arrays: list[Array], to: int) -> Any:
-        """Have contiguous arrays sent; the returned value travels with the message to the other's `bring`."""
+    def offer(self, arrays: list[Array], to: int, ready: Any = None) -> Any:
+        """Have arrays sent that are complete behind `ready`; the returned value goes to the other rank's `bring`."""
 
     @abstractmethod
-    def bring(self, refs: list[ArrayRef], offered: Any, source: int) -> tuple[list[Array], Any]:
-        """Return the arrays that a rank offered, and the event behind their arrival."""
+    def bring(self, offered: Offered, into: list[Array] | None, ready: Any) -> tuple[list[Array], Any]:
+        """Return the arrays that a rank offered, and the event behind their arrival; None where they are here.
 
-    def take(self, source: int) -> tuple[Any, list[Array], list[Array], Any]:
-        """Return the next message of a rank, its NumPy arrays, its CuPy arrays, and the event behind these.
-
-        The event is None where they are ready for the current stream.
+        They arrive in `into`, behind `ready`, or in new memory.
         """
-        (offered, message, refs), host = self.mesh.take(source, MESSAGE)
-        if not refs:
-            return message, host, [], None
-        return message, host, *self.bring(refs, offered, source)
+
+    def now(self) -> Any:
+        """Return what stands for the work that was enqueued so far; None where it is done at once."""
+        return None
+
+    def take(self, source: int) -> Offered:
+        """Return the next message of a rank."""
+        (offer, message, refs), host = self.mesh.take(source, MESSAGE)
+        return Offered(message, host, refs, offer, source)
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks."""
@@ -47,6 +62,10 @@ class Link(ABC):
     def barrier(self) -> None:
         """Wait until every rank is here and has read what it received."""
         self.gather(None)
+
+    def finish(self) -> None:
+        """Let what follows on the current stream wait until every rank has read what it received."""
+        self.barrier()
 
     @abstractmethod
     def abort(self) -> None:
@@ -60,7 +79,7 @@ class Link(ABC):
 class HostLink(Link):
     """The link of a rank without a GPU."""
 
-    def offer(self, arrays: list[Array], to: int) -> Any:
+    def offer(self, arrays: list[Array], to: int, ready: Any = None) -> Any:
         """Raise an error for CuPy arrays, which have no way from here."""
         if arrays:
             raise ValueError(
@@ -68,9 +87,11 @@ class HostLink(Link):
                 "takes a GPU where it finds one, or by device="
             )
 
-    def bring(self, refs: list[ArrayRef], offered: Any, source: int) -> tuple[list[Array], Any]:
+    def bring(self, offered: Offered, into: list[Array] | None, ready: Any) -> tuple[list[Array], Any]:
         """Raise an error for CuPy arrays, for which this rank has no place."""
-        raise ValueError(f"message: expected NumPy arrays of rank {source}, as this rank has no GPU, got CuPy arrays")
+        raise ValueError(
+            f"message: expected NumPy arrays of rank {offered.source}, as this rank has no GPU, got CuPy arrays"
+        )
 
     def abort(self) -> None:
         """Do nothing, as nothing runs."""
@@ -83,13 +104,11 @@ class GpuLink(Link):
     """The base of links between GPUs, whose arrays arrive on a stream of their own while attention goes on."""
 
     def __init__(self, mesh: Mesh, device: int) -> None:
-        import cupy
-
         super().__init__(mesh)
         self.device = device
         self._arrivals: deque[Any] = deque()  # events behind arrivals since the last barrier
-        with cupy.cuda.Device(device):
-            self.stream = cupy.cuda.Stream(non_blocking=True)
+        self.landing = Landing(device)
+        self.stream = self.landing.stream
 
     def check_device(self, arrays: list[Array]) -> None:
         """Raise ValueError for arrays of another GPU."""
@@ -97,7 +116,7 @@ class GpuLink(Link):
             if x.device.id != self.device:
                 raise ValueError(f"message: expected arrays on this rank's GPU {self.device}, got GPU {x.device.id}")
 
-    def mark(self) -> Any:
+    def now(self) -> Any:
         """Record an event behind what the current stream does so far."""
         import cupy
 
@@ -106,12 +125,8 @@ class GpuLink(Link):
 
     def arrival(self) -> Any:
         """Record an event behind what arrives so far."""
-        import cupy
-
-        with cupy.cuda.Device(self.device):
-            arrived = self.stream.record(cupy.cuda.Event(disable_timing=True))
-        self._arrivals.append(arrived)
-        return arrived
+        self._arrivals.append(self.landing.now())
+        return self._arrivals[-1]
 
     def join(self) -> None:
         """Have the current stream go on behind what arrives so far."""
@@ -120,23 +135,9 @@ class GpuLink(Link):
         with cupy.cuda.Device(self.device):
             cupy.cuda.get_current_stream().wait_event(self.arrival())
 
-    def landing(self, ref: ArrayRef) -> Array:
-        """Allocate an array that receives on `stream`.
-
-        Its memory is used again only behind what the current stream does until the array is forgotten.
-        """
-        import cupy
-
-        dtype = interop.dtype_of(ref.dtype)
-        with cupy.cuda.Device(self.device):
-            if not ref.nbytes:
-                return cupy.empty(ref.shape, dtype)
-            current = cupy.cuda.get_current_stream()
-            with self.stream:
-                memory = cupy.cuda.alloc(ref.nbytes)
-            lease = _Lease(memory, self.stream, current)
-            held = cupy.cuda.UnownedMemory(memory.ptr, ref.nbytes, lease, self.device)
-            return cupy.ndarray(ref.shape, dtype, cupy.cuda.MemoryPointer(held, 0))
+    def empty(self, ref: ArrayRef) -> Array:
+        """Allocate an array that receives."""
+        return self.landing.empty(ref.shape, interop.dtype_of(ref.dtype))
 
     def barrier(self) -> None:
         """Wait for the arrivals, with which a rank has read what it received, and for every rank."""
@@ -152,10 +153,7 @@ class GpuLink(Link):
 
         The time limit holds for each arrival, because all steps of a ring are issued long before the first is done.
         """
-        import cupy
-
-        with cupy.cuda.Device(self.device):
-            self._arrivals.append(self.stream.record(cupy.cuda.Event(disable_timing=True)))
+        self._arrivals.append(self.landing.now())
         start = time.monotonic()
         while self._arrivals:
             if self._arrivals[0].done:
@@ -171,18 +169,3 @@ class GpuLink(Link):
                 )
             if waited > SPIN_SECONDS:
                 time.sleep(NAP_SECONDS)
-
-
-class _Lease:
-    """Memory of the arrivals' stream, which goes back to it behind the work of the stream that read it."""
-
-    def __init__(self, memory: Any, arrivals: Any, reader: Any) -> None:
-        self._memory, self._arrivals, self._reader = memory, arrivals, reader
-
-    def __del__(self) -> None:
-        if sys.is_finalizing():
-            return
-        import cupy
-
-        with cupy.cuda.Device(self._memory.device_id):
-            self._arrivals.wait_event(self._reader.record(cupy.cuda.Event(disable_timing=True)))

@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from typing import Any, NamedTuple
 
-from cuflash.distributed.links import GpuLink
+from cuflash.distributed.links import GpuLink, Offered
 from cuflash.distributed.mesh import MESSAGE, Mesh
 from cuflash.distributed.wire import ArrayRef
 
@@ -35,12 +35,12 @@ class NcclLink(GpuLink):
         self._pending: list[deque[Pending]] = [deque() for _ in range(mesh.world)]
         self._sent: list[Array] = []
 
-    def offer(self, arrays: list[Array], to: int) -> Any:
+    def offer(self, arrays: list[Array], to: int, ready: Any = None) -> Any:
         """Keep the arrays until their receiver is there; messages without arrays keep their place, too."""
         self.check_device(arrays)
-        self._pending[to].append(Pending(arrays, self.mark() if arrays else None))
+        self._pending[to].append(Pending(arrays, (self.now() if ready is None else ready) if arrays else None))
 
-    def take(self, source: int) -> tuple[Any, list[Array], list[Array], Any]:
+    def take(self, source: int) -> Offered:
         """Take part in rounds until the message is in one of them."""
         while True:
             pairs, _ = self._round(source, None)
@@ -49,11 +49,14 @@ class NcclLink(GpuLink):
             self._transfer(pairs, [], source)
         # The text has arrived, because it was sent before the sender told that it has a message.
         (_, message, refs), host = self.mesh.take(source, MESSAGE)
-        return message, host, self._transfer(pairs, refs, source), None
+        return Offered(message, host, refs, None, source, self._transfer(pairs, refs, source))
 
-    def bring(self, refs: list[ArrayRef], offered: Any, source: int) -> tuple[list[Array], Any]:
-        """Raise an error: `take` brings the arrays itself."""
-        raise NotImplementedError("arrays of NCCL arrive by take")
+    def bring(self, offered: Offered, into: list[Array] | None, ready: Any) -> tuple[list[Array], Any]:
+        """Return the arrays that came with their message, as all ranks bring arrays together."""
+        assert offered.arrays is not None
+        for target, x in zip(into or (), offered.arrays, strict=False):
+            target[...] = x
+        return into or offered.arrays, None
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks when each of them is here; the others' rounds go on until then."""
@@ -103,7 +106,7 @@ class NcclLink(GpuLink):
     def _transfer(self, pairs: list[tuple[int, int]], refs: list[ArrayRef], source: int) -> list[Array]:
         """Issue this rank's share of a round, and return the arrays that arrive in it from one rank."""
         outgoing = [(x, to) for sender, to in pairs if sender == self.mesh.rank for x in self._next(to)]
-        arrays = [self.landing(ref) for ref in refs]
+        arrays = [self.empty(ref) for ref in refs]
         sends, receives = (
             [(x, rank) for x, rank in ends if x.nbytes] for ends in (outgoing, [(x, source) for x in arrays])
         )

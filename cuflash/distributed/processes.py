@@ -6,9 +6,10 @@ from collections import defaultdict, deque
 from typing import Any, TypeVar
 
 from cuflash.distributed import ipc, nccl, wire
-from cuflash.distributed.communicators import Arriving, Communicator, Pending
-from cuflash.distributed.links import HostLink, Link
+from cuflash.distributed.communicators import Arriving, Communicator, Later, Pending, written
+from cuflash.distributed.links import HostLink, Link, Offered
 from cuflash.distributed.mesh import MESSAGE, Mesh
+from cuflash.distributed.steps import Steps
 from cuflash.typing import Message
 
 T = TypeVar("T")
@@ -43,38 +44,58 @@ class ProcessCommunicator(Communicator):
         self._mesh, self._link = mesh, link
         self._is_open = True
         # Messages wait here by (source, tag): those to this rank itself, and those before one with another tag.
-        self._here: defaultdict[tuple[int, int], deque[tuple[Any, Any]]] = defaultdict(deque)
+        self._here: defaultdict[tuple[int, int], deque[Any]] = defaultdict(deque)
 
-    def send(self, message: Any, to: int, tag: int = 0) -> None:
+    def send(self, message: Any, to: int, tag: int = 0, ready: Any = None) -> None:
         """Hand arrays to another process; they must not change before `barrier`."""
         self._check_rank("to", to)
         if to == self.rank:
-            self._here[to, tag].append((message, None))
+            self._here[to, tag].append(message)
             return
-        detached, host, gpu = wire.detach((tag, message))
-        offered = self._link.offer(gpu, to)
+        detached, host, gpu = wire.detach((tag, message), copies_rows=self._link.copies_rows)
+        offered = self._link.offer(gpu, to, ready)
         self._mesh.post(to, MESSAGE, (offered, detached, wire.refs_of(detached, wire.GPU)), host)
 
     def receive(self, source: int, tag: int = 0) -> Message:
         """Return the next message of another process in new arrays, CuPy's on this rank's GPU."""
-        return self._arriving(source, tag).get()
+        received: Message = self._next(source, tag, None, None).get()
+        return received
 
-    def receive_soon(self, source: int, tag: int = 0) -> Pending:
+    def now(self) -> Any:
+        """Return what stands for the work that was enqueued so far."""
+        return self._link.now()
+
+    def arriving(self, source: int, tag: int = 0, into: Any = None, ready: Any = None) -> Steps[Pending]:
         """Return the next message; copy engines bring it while this rank's GPU computes what is enqueued later."""
-        if self.transport == "ipc":
-            return self._arriving(source, tag)
-        return super().receive_soon(source, tag)
+        yield from ()
+        if self._link.copies_rows:
+            return self._next(source, tag, into, ready)
+        return Later(self, source, tag, into)
 
-    def _arriving(self, source: int, tag: int) -> Arriving:
+    def finishing(self) -> Steps[None]:
+        """Let what follows on the current stream wait until every rank has read what was sent to it."""
+        yield from ()
+        self._check_open()
+        self._link.finish()
+
+    def _next(self, source: int, tag: int, into: Any, ready: Any) -> Pending:
         """Return the next message of this tag; messages of other tags that come before it are kept."""
         self._check_rank("source", source)
         while not self._here[source, tag]:
             if source == self.rank:
                 raise RuntimeError(f"rank {self.rank}: expected a message to itself, got none")
-            *taken, event = self._link.take(source)
-            its, message = wire.attach(*taken)
-            self._here[source, its].append((message, event))
-        return Arriving(*self._here[source, tag].popleft())
+            offered = self._link.take(source)
+            its, _ = offered.message
+            self._here[source, its].append(offered)
+        found = self._here[source, tag].popleft()
+        if not isinstance(found, Offered):  # this rank's own
+            return Arriving(written(found, into), None)
+        if not found.refs:
+            _, message = wire.attach(found.message, found.host, [])
+            return Arriving(written(message, into), None)
+        arrays, event = self._link.bring(found, into, ready)
+        _, message = wire.attach(found.message, found.host, arrays)
+        return Arriving(message if into is None else into, event)
 
     def all_gather(self, value: T) -> list[T]:
         """Return all ranks' values: None, bools, numbers, strings, bytes, and small tuples, lists and dicts of such."""

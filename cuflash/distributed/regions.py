@@ -80,6 +80,26 @@ def regions_of(
     return tuple(_joined(found))
 
 
+@kept
+def halves_of(regions: tuple[Region, ...], is_causal: bool) -> tuple[tuple[Region, ...], tuple[Region, ...]]:
+    """Cut a rank's regions over its own keys into those to begin with, and those to end with.
+
+    The first ones are computed while other ranks' keys travel, the last ones while shares of gradients do.
+    """
+    if len(regions) == 1 and regions[0].edges is None:
+        (region,) = regions
+        middle = region.queries.length // 2
+        # Under a causal mask the first queries see no more keys than there are of them.
+        is_square = is_causal and region.queries == region.keys
+        first_keys = region.keys.cut(0, middle) if is_square else region.keys
+        first = region._replace(queries=region.queries.cut(0, middle), keys=first_keys)
+        last = region._replace(queries=region.queries.cut(middle, region.queries.length))
+        return ((first,), (last,)) if middle else ((), regions)
+    rows = min((region.queries.begin for region in regions), default=0)
+    first_regions = tuple([region for region in regions if region.queries.begin == rows])
+    return first_regions, tuple([region for region in regions if region not in first_regions])
+
+
 def _is_ascending(stretches: Sequence[Stretch]) -> bool:
     """Return True if rows stand in the order of their tokens."""
     filled = [stretch for stretch in stretches if stretch.length]

@@ -19,6 +19,7 @@ from cuflash.distributed import grid
 from cuflash.distributed.call import Call, Scheme
 from cuflash.distributed.communicators import Communicator
 from cuflash.distributed.ring_passes import Ring
+from cuflash.distributed.steps import Steps
 from cuflash.typing import ArrayT, RankBackward
 
 if TYPE_CHECKING:
@@ -320,14 +321,14 @@ def ring_attention_vjp(
     return RING.vjp(q, k, v, comm, order, cu_seqlens, return_lse, options, heads)
 
 
-def _forward(call: Call) -> tuple[Array, Array]:
-    return Ring(call).forward() if call.heads == 1 else grid.forward(call)
+def _forward(call: Call) -> Steps[tuple[Array, Array]]:
+    return (yield from Ring(call).forward() if call.heads == 1 else grid.forward(call))
 
 
-def _backward(call: Call, residuals: Mapping[str, Array | None], wanted: frozenset[str]) -> list[Array | None]:
+def _backward(call: Call, residuals: Mapping[str, Array | None], wanted: frozenset[str]) -> Steps[list[Array | None]]:
     if call.heads == 1:
-        return Ring(call).backward(residuals, wanted)
-    return grid.backward(call, residuals, wanted)
+        return (yield from Ring(call).backward(residuals, wanted))
+    return (yield from grid.backward(call, residuals, wanted))
 
 
 RING = Scheme("ring_attention", _forward, _backward)

@@ -8,18 +8,20 @@ gives the gradients of its own heads (Shoeybi et al., "Megatron-LM", 2019).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cuflash import hints, interop
-from cuflash.distributed.agreement import Described, agree, check_options, describe, telling
+from cuflash.distributed.agreement import Described, Proposal, agree, check_options, describe, propose, telling
 from cuflash.distributed.block_sums import BlockSums
 from cuflash.distributed.call import adopt
 from cuflash.distributed.checks import check_edges, check_problem
 from cuflash.distributed.communicators import Communicator, check_communicator
 from cuflash.distributed.products import product
+from cuflash.distributed.steps import Steps
 from cuflash.frontend.call import Gradients
 from cuflash.frontend.partial import Part
 from cuflash.problem import checks
@@ -254,8 +256,20 @@ def _forward(
     what: str, arrays: tuple[Any, Any, Any, Any], comm: Communicator, cu_seqlens: Any, keywords: Mapping[str, Any]
 ) -> tuple[Any, tuple[_Call, Array, Array]]:
     check_communicator(comm)
-    call = _prepared(what, arrays, comm, cu_seqlens, keywords)
-    with telling(comm), interop.on_stream_of(call.library, call.q):
+    proposal = propose(comm, lambda: _prepared(what, arrays, comm, cu_seqlens, keywords))
+    home: AbstractContextManager[Any] = nullcontext()
+    if proposal.prepared is not None:
+        home = interop.on_stream_of(proposal.prepared.library, proposal.prepared.q)
+    with home:
+        call, y, out, lse = comm.run(_steps_forward(comm, proposal))
+        return call.library.release(y), (call, out, lse)
+
+
+def _steps_forward(comm: Communicator, proposal: Proposal[_Call]) -> Steps[tuple[_Call, Array, Array, Array]]:
+    """Return the call, y, and out and lse of this rank's heads."""
+    call, heads = yield from agree(comm, proposal)
+    call = replace(call, first_head=sum(heads[: comm.rank]))
+    with telling(comm):
         xp, q, model = interop.namespace_of(call.q), call.q, call.w_out.shape[-1]
         packed = call.edges is not None
         # The blocks of a padded batch lie one behind the other, each with its queries of all sequences.
@@ -271,11 +285,12 @@ def _forward(
             own_out, own_lse = call.part(first, stop).forward(rounded=True)
             out[..., rows, :, :], lse[..., rows] = own_out, own_lse
             with np.errstate(all="ignore"):
-                sums.add(product(own_out.reshape(-1, len(projection)), projection))
-        sums.finish()
+                projected = product(own_out.reshape(-1, len(projection)), projection)
+            yield from sums.add(projected)
+        yield from sums.finish()
         y = by_block if packed else _in_sequences(by_block, blocks, *q.shape[:2])
-        comm.barrier()
-        return call.library.release(y), (call, out, lse)
+        yield from comm.finishing()
+    return call, y, out, lse
 
 
 def _in_sequences(by_block: Array, blocks: Sequence[tuple[int, int]], batch: int, seqlen: int) -> Array:
@@ -299,8 +314,27 @@ def _backward(residuals: tuple[_Call, Array, Array], dy: Any) -> Gradients:
         check_like("dy", adopted, shape, call.q.dtype.name, "as the forward result")
         return adopted, (("function", "backward of attention_allreduce"), ("length", 0), ("dy", tuple(adopted.shape)))
 
-    adopted, _ = agree(call.comm, prepare)
-    with telling(call.comm), interop.on_stream_of(call.library, call.q), np.errstate(all="ignore"):
+    proposal = propose(call.comm, prepare)
+    with interop.on_stream_of(call.library, call.q):
+        results = call.comm.run(_steps_backward(call, out, lse, proposal))
+        return tuple(call.library.release(x) for x in results)
+
+
+def _steps_backward(call: _Call, out: Array, lse: Array, proposal: Proposal[Array]) -> Steps[tuple[Array, ...]]:
+    adopted, _ = yield from agree(call.comm, proposal)
+    with telling(call.comm):
+        found, dw_out = _of_heads(call, out, lse, adopted)
+        for name in found:
+            if is_operand(name):  # which every rank has
+                found[name] = yield from call.comm.summing(found[name].astype(call.problem.accum_dtype, copy=False))
+        extras = [found[name].reshape(x.shape).astype(x.dtype, copy=False) for name, x in call.extras.items()]
+        yield from call.comm.finishing()
+    return found["q"], found["k"], found["v"], dw_out.reshape(call.w_out.shape), *extras
+
+
+def _of_heads(call: _Call, out: Array, lse: Array, adopted: Array) -> tuple[dict[str, Array], Array]:
+    """Return the gradients of this rank's heads, and of its rows of the projection."""
+    with np.errstate(all="ignore"):
         xp, projection = interop.namespace_of(call.q), call.projection
         of_rows = xp.ascontiguousarray(adopted).reshape(-1, projection.shape[-1])
         flat_out = out.reshape(-1, len(projection))
@@ -309,14 +343,7 @@ def _backward(residuals: tuple[_Call, Array, Array], dy: Any) -> Gradients:
             flat_out, of_rows = flat_out[rows], of_rows[rows]
         dw_out = product(flat_out, of_rows, transposed="a").astype(call.w_out.dtype, copy=False)
         dout = product(of_rows, projection, transposed="b").astype(call.q.dtype, copy=False)
-        found = _gradients_of_heads(call, dout, out, lse)
-        for name in found:
-            if is_operand(name):  # which every rank has
-                found[name] = call.comm.sum(found[name].astype(call.problem.accum_dtype, copy=False))
-        extras = [found[name].reshape(x.shape).astype(x.dtype, copy=False) for name, x in call.extras.items()]
-        results = (found["q"], found["k"], found["v"], dw_out.reshape(call.w_out.shape), *extras)
-        call.comm.barrier()
-        return tuple(call.library.release(x) for x in results)
+        return _gradients_of_heads(call, dout, out, lse), dw_out
 
 
 def _gradients_of_heads(call: _Call, dout: Array, out: Array, lse: Array) -> dict[str, Array]:
@@ -338,39 +365,34 @@ def _gradients_of_heads(call: _Call, dout: Array, out: Array, lse: Array) -> dic
 
 def _prepared(
     what: str, arrays: tuple[Any, Any, Any, Any], comm: Communicator, cu_seqlens: Any, keywords: Mapping[str, Any]
-) -> _Call:
-    """Return the call, checked on every rank."""
-
-    def prepare() -> tuple[_Call, Described]:
-        options = check_options(keywords)
-        library = interop.library_of("q", arrays[0])
-        given = dict(zip(("q", "k", "v", "w_out"), arrays, strict=True))
-        adopted, options = adopt(library, given, options)
-        edges = None if cu_seqlens is None else check_edges(cu_seqlens)
-        q, k, v, w_out = (adopted[name] for name in given)
-        if what == _VJP:
-            refuse_gradients(q, k, v)
-        if edges is None:
-            problem = make_problem({"q": q, "k": k, "v": v}, options)
-            checks.check_seed(options.dropout_seed, problem.dropout_p)
-        else:
-            problem = check_problem(q, k, v, options, edges)
-        _check_projection(w_out, problem)
-        own = None if edges is None else np.maximum.accumulate(np.clip(edges, 0, q.shape[0])).tolist()
-        described = (
-            ("function", what),
-            ("length", problem.num_heads_q),
-            ("cu_seqlens", edges),
-            ("q", (q.dtype.name, q.shape[:-2], q.shape[-1])),
-            ("k", (k.shape[:-2], k.shape[-1])),
-            ("v", v.shape[-1]),
-            ("w_out", w_out.shape[1:]),
-            *(_describe(f.name, getattr(options, f.name)) for f in fields(options)),
-        )
-        return _Call(library, comm, q, k, v, w_out, options, problem, own), described
-
-    call, heads = agree(comm, prepare)
-    return replace(call, first_head=sum(heads[: comm.rank]))
+) -> tuple[_Call, Described]:
+    """Return the call as this rank finds it, and what ranks compare of it."""
+    options = check_options(keywords)
+    library = interop.library_of("q", arrays[0])
+    given = dict(zip(("q", "k", "v", "w_out"), arrays, strict=True))
+    adopted, options = adopt(library, given, options)
+    edges = None if cu_seqlens is None else check_edges(cu_seqlens)
+    q, k, v, w_out = (adopted[name] for name in given)
+    if what == _VJP:
+        refuse_gradients(q, k, v)
+    if edges is None:
+        problem = make_problem({"q": q, "k": k, "v": v}, options)
+        checks.check_seed(options.dropout_seed, problem.dropout_p)
+    else:
+        problem = check_problem(q, k, v, options, edges)
+    _check_projection(w_out, problem)
+    own = None if edges is None else np.maximum.accumulate(np.clip(edges, 0, q.shape[0])).tolist()
+    described = (
+        ("function", what),
+        ("length", problem.num_heads_q),
+        ("cu_seqlens", edges),
+        ("q", (q.dtype.name, q.shape[:-2], q.shape[-1])),
+        ("k", (k.shape[:-2], k.shape[-1])),
+        ("v", v.shape[-1]),
+        ("w_out", w_out.shape[1:]),
+        *(_describe(f.name, getattr(options, f.name)) for f in fields(options)),
+    )
+    return _Call(library, comm, q, k, v, w_out, options, problem, own), described
 
 
 def _describe(name: str, value: Any) -> tuple[str, Any]:

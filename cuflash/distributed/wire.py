@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from cuflash import interop
+from cuflash.distributed.copies import has_wide_rows
 
 Array = Any
 HOST, GPU = "host", "gpu"
@@ -31,6 +32,7 @@ class ArrayRef:
     index: int  # among the message's arrays of that kind
     dtype: str
     shape: tuple[int, ...]
+    strides: tuple[int, ...] | None = None  # of an array that is not contiguous
 
     @property
     def nbytes(self) -> int:
@@ -55,8 +57,10 @@ def mapped(message: Any, change: Callable[[Any], Any]) -> Any:
     return change(message)
 
 
-def detach(message: Any) -> tuple[Any, list[Array], list[Array]]:
-    """Return the message with an `ArrayRef` for each array, its NumPy arrays and its CuPy arrays, all contiguous.
+def detach(message: Any, *, copies_rows: bool = False) -> tuple[Any, list[Array], list[Array]]:
+    """Return the message with an `ArrayRef` for each array, its NumPy arrays and its CuPy arrays.
+
+    All become contiguous, but for those of CuPy that have wide rows where the link `copies_rows`.
 
     Raises
     ------
@@ -71,8 +75,14 @@ def detach(message: Any) -> tuple[Any, list[Array], list[Array]]:
         if not is_host and type(leaf).__module__.split(".")[0] != "cupy":
             return leaf
         found = host if is_host else gpu
-        found.append(leaf if leaf.flags.c_contiguous else leaf.copy(order="C"))
-        return ArrayRef(HOST if is_host else GPU, len(found) - 1, _dtype_name(leaf), tuple(leaf.shape))
+        strides = None
+        if not leaf.flags.c_contiguous:
+            if not is_host and copies_rows and has_wide_rows(leaf):
+                strides = tuple(leaf.strides)
+            else:
+                leaf = leaf.copy(order="C")
+        found.append(leaf)
+        return ArrayRef(HOST if is_host else GPU, len(found) - 1, _dtype_name(leaf), tuple(leaf.shape), strides)
 
     return mapped(message, detached), host, gpu
 
@@ -133,7 +143,8 @@ def _marked(value: Any) -> Any:
     if isinstance(value, dict):
         return {"dict": [[_marked(key), _marked(part)] for key, part in value.items()]}
     if isinstance(value, ArrayRef):
-        return {"array": [value.where, value.index, value.dtype, list(value.shape)]}
+        strides = None if value.strides is None else list(value.strides)
+        return {"array": [value.where, value.index, value.dtype, list(value.shape), strides]}
     raise TypeError(
         "value: expected None, bools, numbers, strings, bytes, and tuples, lists and dicts of such, "
         f"got {type(value).__name__}"
@@ -155,6 +166,7 @@ def _unmarked(value: Any) -> Any:
     if mark == "dict":
         return {_unmarked(key): _unmarked(part) for key, part in held}
     if mark == "array":
-        where, index, dtype, shape = held
-        return ArrayRef(str(where), int(index), str(dtype), tuple(int(n) for n in shape))
+        where, index, dtype, shape, strides = held
+        lengths = None if strides is None else tuple([int(n) for n in strides])
+        return ArrayRef(str(where), int(index), str(dtype), tuple([int(n) for n in shape]), lengths)
     raise ValueError(f"value: expected a mark of this encoding, got {mark!r}")

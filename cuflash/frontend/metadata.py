@@ -85,14 +85,25 @@ def metadata_of(
 _repeats: Kept[tuple[Any, ...], Repeat] = Kept()
 
 
+def address_of(x: Array) -> int:
+    """Return the address of an array of a GPU, or of the device that stands for one."""
+    if host_device is not None and type(x) is np.ndarray:
+        return host_device.pointer(x)
+    address: int = x.data.ptr
+    return address
+
+
 def remember(metadata: Metadata, repeat: Repeat) -> None:
     """Let `repeated` know a call."""
     _repeats[metadata.key] = repeat
 
 
+def recorded(metadata: Metadata | None) -> Repeat | None:
+    """Return the repetition of a call, if one with its metadata has been recorded."""
+    return None if metadata is None else _repeats.get(metadata.key)
+
+
 def repeated(metadata: Metadata | None) -> list[Array | None] | None:
     """Return a call's results, if one with its metadata has been recorded."""
-    if metadata is None:
-        return None
-    known = _repeats.get(metadata.key)
-    return None if known is None else known(metadata)
+    known = recorded(metadata)
+    return None if known is None or metadata is None else known(metadata)

@@ -14,7 +14,7 @@ import numpy as np
 
 from cuflash import interop
 from cuflash.frontend import call
-from cuflash.frontend.metadata import metadata_of, repeated
+from cuflash.frontend.metadata import Repeat, metadata_of, recorded, repeated
 from cuflash.kept import Kept
 from cuflash.problem.attention_problem import WHOLE, Array, AttentionProblem, PartialResult, Place, operand_name
 from cuflash.problem.fp8 import SCALES
@@ -77,6 +77,9 @@ class Part:
         arrays |= {operand_name(n): x for n, x in enumerate(options.operands or ())}
         self._problem, self._with_wide_out, self.sees_anything = _checked(arrays, options, place)
         self._arrays, self._options = arrays, options
+        # The latest call, if its launches can be repeated, and the arrays whose addresses it takes, by name.
+        self.repeat: Repeat | None = None
+        self.addressed: dict[str, Array] = {}
         # Calls are known again by the addresses of arrays, so an option that is more than arrays makes a call its own.
         more = options.dropout_seed, options.block_mask, options.score_mod, options.mask_mod
         self._is_repeatable = all(x is None for x in more)
@@ -96,6 +99,7 @@ class Part:
     def forward(self, *, rounded: bool = False) -> tuple[Array, Array]:
         """Return (out, lse) in the accumulation's dtype; a part that has all its keys may have out `rounded` to q's."""
         metadata = self._metadata("rounded part" if rounded else "part", self._arrays)
+        self.repeat, self.addressed = recorded(metadata), self._arrays
         results = repeated(metadata)
         if results is not None:
             return results[0], results[1]
@@ -131,6 +135,8 @@ class Part:
         residuals = {"dout": dout, "out": out, "lse": lse, "dlse": dlse}
         what = "backward of a part", tuple(names), tuple(targets), rounded
         metadata = self._metadata(what, {**residuals, **self._arrays}, tuple(targets.values()))
+        given = {name: x for name, x in residuals.items() if x is not None}
+        self.repeat, self.addressed = recorded(metadata), {**given, **self._arrays, **targets}
         results = repeated(metadata)
         if results is not None:
             return dict(zip(names, results, strict=True))
@@ -145,7 +151,6 @@ class Part:
         backend = call.backend_of(isinstance(out, np.ndarray))
         recording = backend.backward(problem, operands, *rows, lse, dlse, grads, adds=bool(into))
         if metadata is not None and recording is not None:
-            given = {name: x for name, x in residuals.items() if x is not None}
             order = {f"d{name}": targets.get(f"d{name}") for name in names}
             found = {f"d{name}": grads[name] for name in names}
             call.remember_repeat(metadata, recording.repeat({**given, **self._arrays, **targets}, found, order))

@@ -12,6 +12,7 @@ from cuflash.cuda import device as cuda_device
 from cuflash.cuda.struct import Member, Struct
 from cuflash.gpu.kernels import load
 from cuflash.hardware import WARP
+from cuflash.kept import kept
 from cuflash.plan.config import CPP_TYPES
 from cuflash.problem.attention_problem import Array, PartialResult
 
@@ -66,13 +67,6 @@ def sum_parts(parts: Sequence[PartialResult], total: Array) -> None:
 
 def _launch(entry: str, parts: Sequence[PartialResult], result: Array, lse: Array | None) -> None:
     device = cuda_device.device_of(result)
-    accum = parts[0].x.dtype.name if parts else "float32"
-    constants: dict[str, Any] = {
-        "accum": CPP_TYPES[accum],
-        "result": CPP_TYPES[result.dtype.name],
-        "max_parts": _MAX_PARTS,
-        "threads": _THREADS,
-    }
     params = np.zeros(1, _PARAMS.dtype)
     p = params[0]
     for number, part in enumerate(parts):
@@ -84,5 +78,17 @@ def _launch(entry: str, parts: Sequence[PartialResult], result: Array, lse: Arra
     p["num_parts"] = len(parts)
     warps = math.prod(result.shape[:-1])
     if warps:
-        kernel = load("around/merge_parts", entry, constants, device, generated=_HEADERS)
+        accum = parts[0].x.dtype.name if parts else "float32"
+        kernel = _kernel_of(entry, accum, result.dtype.name, device)
         kernel((math.ceil(warps / (_THREADS // WARP)),), (_THREADS,), (params,))
+
+
+@kept
+def _kernel_of(entry: str, accum: str, result: str, device: cuda_device.Device) -> cuda_device.LoadedKernel:
+    constants: dict[str, Any] = {
+        "accum": CPP_TYPES[accum],
+        "result": CPP_TYPES[result],
+        "max_parts": _MAX_PARTS,
+        "threads": _THREADS,
+    }
+    return load("around/merge_parts", entry, constants, device, generated=_HEADERS)

@@ -8,7 +8,8 @@
 # is cool: its short calls follow the clock most. The part mytorch needs a checkout of github.com/priyammaz/MyTorch,
 # whose path is in MYTORCH. The part random_shapes draws CELLS problems from SEED. The parts paper_io and counters need
 # ncu, and counters the records of the dense and the float32 parts. The parts mma... take the kernels of other GPUs, the
-# parts ring and ring_processes four GPUs.
+# parts ring and ring_processes four GPUs, allreduce and allreduce_processes two. The part offload takes 9 GB of pinned
+# memory and up to 100 seconds.
 set -eu
 part=$1 folder=${2:-docs/lab/results} commit=${3:-}
 
@@ -53,6 +54,16 @@ ring_processes)
     done
     wait
     ;;
+allreduce) python3 examples/benchmarks/allreduce.py ${commit:+--commit "$commit"} --json "$folder/allreduce.jsonl" ;;
+allreduce_processes)
+    export MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 WORLD_SIZE=2
+    for rank in 0 1; do
+        RANK=$rank LOCAL_RANK=$rank python3 examples/benchmarks/allreduce.py ${commit:+--commit "$commit"} \
+            --json "$folder/allreduce_processes.jsonl" &
+    done
+    wait
+    ;;
+offload) python3 examples/benchmarks/offload.py ${commit:+--commit "$commit"} --json "$folder/offload.jsonl" ;;
 host) python3 examples/benchmarks/host.py ${commit:+--commit "$commit"} --json "$folder/host.jsonl" ;;
 gpt2)
     for kind in "" _fp8; do

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import beyond
 import counters
 import curves
 import measured
@@ -220,13 +221,14 @@ def page(recorded: Sequence[Recorded], folder: Path = RESULTS) -> str:
         parts.append(grid(results, of_peer("flash") if record.is_mma else of_fastest))
         parts.append(errors(results))
         parts.append(f"<details><summary>Every peer</summary>\n\n{listing(results)}\n</details>\n")
+    parts += beyond.sections(folder)
     return "\n".join(part for part in parts if part)
 
 
 def bars_rows(recorded: Sequence[Recorded], folder: Path = RESULTS) -> list[list[str]]:
     """Every bar, and whether it is reached."""
     rows = [*(bar.row(recorded) for bar in BARS), host_row(recorded)]
-    return rows + measured.gpt2_bars(folder)
+    return rows + measured.gpt2_bars(folder) + beyond.bars(folder)
 
 
 def bars_table(rows: Sequence[list[str]]) -> str:

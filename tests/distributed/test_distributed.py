@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -21,10 +22,12 @@ from strategies import examples
 
 import cuflash
 from cuflash import distributed, reference
-from cuflash.distributed.__main__ import run
+from cuflash.distributed import dealing
+from cuflash.distributed.__main__ import run, run_threads
 from cuflash.distributed.communicators import Communicator
 from cuflash.distributed.order import ORDERS, length_of, stretches_of
-from cuflash.distributed.regions import regions_of
+from cuflash.distributed.rank_threads import make_threads
+from cuflash.distributed.regions import halves_of, regions_of
 
 Array = NDArray[Any]
 SCHEMES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
@@ -33,14 +36,42 @@ SCHEMES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 }
 
 
+@pytest.mark.parametrize("is_led", [False, True], ids=["each", "led"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 @examples(100)
 @given(problem=problems())
-def test_ranks_together_are_one_device(scheme: str, problem: dict[str, Any]) -> None:
+def test_ranks_together_are_one_device(scheme: str, is_led: bool, problem: dict[str, Any]) -> None:
     arrays, options, edges = problem["arrays"], problem["options"], problem["edges"]
     spread_options = options if edges is None else {**options, "cu_seqlens": edges}
-    found = spread(SCHEMES[scheme][0], problem["world"], problem["order"], arrays, edges is not None, spread_options)
+    make, order = SCHEMES[scheme][0], problem["order"]
+    found = spread(make, problem["world"], order, arrays, edges is not None, spread_options, is_led=is_led)
     assert_same(found, alone(arrays, options, edges), 1e-12)
+
+
+@pytest.mark.parametrize("num_rounds", [2, 3])
+def test_heads_are_dealt_in_rounds(num_rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks with unequal numbers of heads, of which a round may have none of some rank's, are one device."""
+    monkeypatch.setattr(dealing.Dealing, "rounds", property(lambda own: dealing.rounds_of(own.shares, num_rounds)))
+    rng = np.random.default_rng(3)
+    arrays = make_arrays(rng, 41, (10, 5), 2, "float64", (16, 8))
+    options = {"causal": True, "sink": rng.standard_normal(10), "alibi_slopes": rng.random(10)}
+    for is_led in (False, True):
+        found = spread(SCHEMES["ulysses"][0], 2, "zigzag", arrays, False, options, is_led=is_led)
+        assert_same(found, alone(arrays, options, None), 1e-12)
+
+
+def test_rounds_have_all_heads_once() -> None:
+    for kv, group, world in ((8, 4, 2), (5, 2, 2), (4, 1, 4), (2, 3, 4)):
+        shares = dealing.shares_of(kv * group, kv, world)
+        for num_rounds in (1, 2, 3, 4):
+            rounds = dealing.rounds_of(shares, num_rounds)
+            if kv < world and num_rounds > 1:
+                continue  # KV heads of several ranks have one round
+            held = sorted(head for heads in rounds for share in heads for head in range(share.first, share.stop))
+            assert held == list(range(kv * group))
+    assert dealing.num_rounds_of(dealing.shares_of(16, 16, 4), 4 * 8192) == 4
+    assert dealing.num_rounds_of(dealing.shares_of(16, 2, 4), 4 * 8192) == 1
+    assert dealing.num_rounds_of(dealing.shares_of(16, 16, 4), 128) == 1
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
@@ -131,6 +162,62 @@ def test_one_rank_that_disagrees_is_an_error_on_all(wrong: dict[str, Any], messa
     for error in errors:
         assert isinstance(error, ValueError), error
         assert message in str(error)
+
+
+@pytest.mark.parametrize("is_failing", [False, True])
+def test_one_thread_that_leads_all_tells_of_errors(is_failing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a rank disagrees each has the error, where it fails the others hear of it, and threads that wait wake."""
+    from cuflash.frontend import partial
+
+    own, count = partial.Part.forward, []
+
+    def dies(part: Any) -> Any:
+        count.append(part)
+        if len(count) == 2:
+            raise MemoryError("no memory left")
+        return own(part)
+
+    def work(comm: Communicator) -> Any:
+        try:
+            return call(comm, softcap=0.0 if is_failing else 1.0 + comm.rank)
+        except Exception as error:
+            return error
+
+    if is_failing:
+        monkeypatch.setattr(partial.Part, "forward", dies)
+    comms = make_threads(3, None, 60, True, is_led=True)
+    errors = run_threads(comms, work)
+    if is_failing:
+        assert sorted(type(error).__name__ for error in errors) == ["MemoryError", "RuntimeError", "RuntimeError"]
+        told = "failed: MemoryError: no memory left"
+        assert all(told in str(error) for error in errors if isinstance(error, RuntimeError))
+    else:
+        assert all(isinstance(error, ValueError) and "softcap" in str(error) for error in errors)
+        assert run_threads(comms, lambda comm: call(comm).shape) == [(1, 4, 2, 8)] * 3
+
+
+def test_steps_that_wait_for_what_nobody_sends() -> None:
+    def work(comm: Communicator) -> Any:
+        try:
+            return comm.run(comm.arriving(1 - comm.rank))
+        except Exception as error:
+            return error
+
+    for error in run_threads(make_threads(2, None, 60, True, is_led=True), work):
+        assert isinstance(error, RuntimeError) and "expected a message of another rank, got none" in str(error)
+
+
+def test_a_thread_that_does_not_come_to_what_one_leads() -> None:
+    def work(comm: Communicator) -> Any:
+        try:
+            return None if comm.rank == 1 else call(comm)
+        except Exception as error:
+            return error
+
+    first, second = run_threads(make_threads(2, None, 0.3, True, is_led=True), work)
+    assert second is None
+    assert isinstance(first, TimeoutError)
+    assert "rank 0: expected a message of rank 1 within 0.3 s, got none" in str(first)
 
 
 def test_wrong_on_every_rank_is_the_error_itself() -> None:
@@ -344,6 +431,16 @@ def test_regions_cover_what_is_seen_once(order: str, data: st.DataObject) -> Non
                 assert block.all() or not region.sees_all
                 assert block.any() or region.edges is not None
             np.testing.assert_array_equal(count, expected)
+            # The two halves of a rank's own regions are the same pairs.
+            for is_causal in {False, window[1] is not None and window[1] <= 0}:
+                own_regions = regions_of(own, own, True, window, edges, False)
+                halved, whole = np.zeros((2, len(rows), len(rows)), int)
+                its = seen_by_positions(rows, rows, window, edges)
+                for region in own_regions:
+                    whole[region.queries.rows, region.keys.rows] += its[region.queries.rows, region.keys.rows]
+                for region in itertools.chain(*halves_of(own_regions, is_causal)):
+                    halved[region.queries.rows, region.keys.rows] += its[region.queries.rows, region.keys.rows]
+                np.testing.assert_array_equal(halved, whole)
 
 
 def test_a_causal_step_of_the_zigzag_order_is_one_call() -> None:
@@ -370,8 +467,9 @@ def test_kernels_of_ranks_are_one_device(dtype: str, packed: bool, capability: t
     spread_options = options if edges is None else {**options, "cu_seqlens": edges}
     expected = alone(arrays, options, edges)
     with hook.kernels_on(CpuDevice(capability, 3)):
-        found = spread(SCHEMES["ring"][0], 3, "zigzag", arrays, packed, spread_options)
-    assert_same(found, expected, 1e-12 if dtype == "float64" else 4e-3)
+        for _ in range(2):  # the second time launches are repeated
+            found = spread(SCHEMES["ring"][0], 3, "zigzag", arrays, packed, spread_options, is_led=True)
+            assert_same(found, expected, 1e-12 if dtype == "float64" else 4e-3)
 
 
 # Users' own rules have the indices of the whole sequence, and gradients of operands are sums over ranks.

@@ -108,9 +108,9 @@ def test_messages_around_the_rings_have_some_of_the_heads() -> None:
     def work(comm: Communicator) -> Any:
         own = comm.send
 
-        def send(message: Any, to: int, tag: int = 0) -> None:
+        def send(message: Any, to: int, tag: int = 0, ready: Any = None) -> None:
             sent.append((comm.rank, to, tag, message[0].shape[-2] if isinstance(message, (list, tuple)) else 0))
-            own(message, to, tag)
+            own(message, to, tag, ready)
 
         comm.send = send  # type: ignore[method-assign]
         x = np.ones((1, 4, 2, 8))

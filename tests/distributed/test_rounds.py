@@ -57,10 +57,10 @@ class Link(NcclLink):
     def check_device(self, arrays: list[Array]) -> None:
         pass
 
-    def mark(self) -> Any:
+    def now(self) -> Any:
         return None
 
-    def landing(self, ref: wire.ArrayRef) -> Array:
+    def empty(self, ref: wire.ArrayRef) -> Array:
         return wire.empty(ref)
 
     def settle(self) -> None:
@@ -73,9 +73,9 @@ class Link(NcclLink):
 class Comm(ProcessCommunicator):
     """A communicator that takes NumPy arrays for CuPy's."""
 
-    def send(self, message: Any, to: int, tag: int = 0) -> None:
+    def send(self, message: Any, to: int, tag: int = 0, ready: Any = None) -> None:
         if to == self.rank:
-            super().send(message, to, tag)
+            super().send(message, to, tag, ready)
             return
         detached, host, _ = wire.detach((tag, message))
         detached = wire.mapped(

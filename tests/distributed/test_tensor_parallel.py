@@ -22,6 +22,7 @@ from cuflash.distributed.__main__ import run
 from cuflash.distributed.block_sums import BlockSums
 from cuflash.distributed.communicators import Communicator
 from cuflash.distributed.products import product
+from cuflash.distributed.steps import taken
 from cuflash.distributed.tensor_parallel import blocks_of
 
 Array = NDArray[Any]
@@ -228,19 +229,19 @@ def test_a_block_travels_while_the_next_one_is_computed() -> None:
 
     def work(comm: Communicator) -> None:
         told = events[comm.rank]
-        receive = comm.receive
+        arriving = comm.arriving
 
-        def counted(source: int, tag: int = 0) -> Any:
+        def counted(*given: Any) -> Any:
             told.append("receive")
-            return receive(source, tag)
+            return arriving(*given)
 
-        comm.receive = counted  # type: ignore[method-assign]
+        comm.arriving = counted  # type: ignore[method-assign, assignment]
         total = np.zeros((6, 3))
         sums = BlockSums(comm, total)
         for block in range(3):
             told.append(f"compute {block}")
-            sums.add(np.full((2, 3), 10.0**block * (comm.rank + 1)))
-        sums.finish()
+            taken(sums.add(np.full((2, 3), 10.0**block * (comm.rank + 1))))
+        taken(sums.finish())
         np.testing.assert_array_equal(total, np.repeat([3.0, 30.0, 300.0], 2)[:, None] * np.ones(3))
         comm.barrier()
 

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 import cuflash
 from cuflash import distributed
-from cuflash.distributed.__main__ import run
-from cuflash.distributed.communicators import Communicator
+from cuflash.distributed.__main__ import run, run_threads
+from cuflash.distributed.communicators import DEFAULT_TIME_LIMIT, Communicator
 from cuflash.distributed.order import ORDERS
+from cuflash.distributed.rank_threads import make_threads
 
 Array = NDArray[Any]
 
@@ -33,9 +34,16 @@ def errors_of(world: int, work: Callable[[Communicator], Any], **options: Any) -
 
 
 def spread(
-    make: Callable[..., Any], world: int, order: str, arrays: dict[str, Array], packed: bool, options: dict[str, Any]
+    make: Callable[..., Any],
+    world: int,
+    order: str,
+    arrays: dict[str, Array],
+    packed: bool,
+    options: dict[str, Any],
+    *,
+    is_led: bool = False,
 ) -> dict[str, Array]:
-    """Return whole results of a distributed vjp on whole arrays."""
+    """Return whole results of a distributed vjp on whole arrays; with `is_led` as threads with GPUs compute them."""
     axis = 0 if packed else 1
 
     def work(comm: Communicator) -> dict[str, Array]:
@@ -50,7 +58,7 @@ def spread(
         whole |= {n: distributed.unshard(x, comm, order, axis) for n, x in zip(names, grads, strict=False)}
         return whole | {f"extra{i}": x for i, x in enumerate(grads[3:])}
 
-    results = run(world, work)
+    results = run_threads(make_threads(world, None, DEFAULT_TIME_LIMIT, True, is_led=is_led), work)
     for other in results[1:]:
         for key, x in results[0].items():
             np.testing.assert_array_equal(x, other[key])

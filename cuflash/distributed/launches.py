@@ -1,0 +1,75 @@
+"""The launches of a rank's regions are known again by the kind of its call, so that a step costs the host little.
+
+A region's rows begin at the same distance from the first row of each array in every call of a kind. So the addresses
+that its launches take are sums, and neither views nor checks are made again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cuflash.frontend.metadata import Repeat, address_of
+from cuflash.frontend.partial import Part
+from cuflash.kept import Kept
+from cuflash.problem.operands import Metadata
+
+Array = Any
+
+
+class _Launch(NamedTuple):
+    repeat: Repeat
+    places: tuple[tuple[str, int], ...]  # names of arrays, "" for a lasting one, and bytes from their first elements
+    targets: tuple[None, ...]  # one for each array that results are added to
+
+
+class Launches:
+    """The launches of the regions of calls of one kind."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, _Launch] = {}
+        self._edges: dict[tuple[int, ...], Array] = {}
+
+    def again(self, region: Any, arrays: Mapping[str, Array]) -> list[Array | None] | None:
+        """Repeat a region's launches for new arrays, and return their results; None if they are not known."""
+        launch = self._known.get(region)
+        if launch is None:
+            return None
+        addresses = [address_of(arrays[name]) + distance if name else distance for name, distance in launch.places]
+        return launch.repeat(Metadata((), addresses, launch.targets, None, None))
+
+    def note(self, region: Any, part: Part, arrays: Mapping[str, Array]) -> None:
+        """Note the launches of a part, if they can be repeated for other arrays of the call."""
+        if part.repeat is None:
+            return
+        places: list[tuple[str, int]] = []
+        for name, x in part.addressed.items():
+            if name in arrays:
+                places.append((name, address_of(x) - address_of(arrays[name])))
+            elif any(x is lasting for lasting in self._edges.values()):
+                places.append(("", address_of(x)))
+            else:
+                return
+        num_targets = sum(name in ("dq", "dk", "dv") for name in part.addressed)
+        self._known[region] = _Launch(part.repeat, tuple(places), (None,) * num_targets)
+
+    def edges(self, xp: Any, edges: tuple[int, ...]) -> Array:
+        """Return the ends of packed sequences as an array, which all calls of a kind share."""
+        if edges not in self._edges:
+            self._edges[edges] = xp.asarray(edges, np.int32)
+        return self._edges[edges]
+
+
+_launches: Kept[Any, Launches] = Kept()
+
+
+def launches_of(kind: Any) -> Launches:
+    """Return the launches of calls of a kind; new ones for a call that is of no kind."""
+    if kind is None:
+        return Launches()
+    found = _launches.get(kind)
+    if found is None:
+        found = _launches[kind] = Launches()
+    return found
