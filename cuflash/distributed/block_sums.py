@@ -16,7 +16,11 @@ import numpy as np
 
 from cuflash import interop
 from cuflash.distributed.communicators import Communicator, Pending
+from cuflash.distributed.pieces import all_of
 from cuflash.distributed.steps import Steps
+from cuflash.frontend.partial import sum_parts
+from cuflash.kept import kept
+from cuflash.problem.attention_problem import PartialResult
 
 Array = Any
 
@@ -44,7 +48,7 @@ class BlockSums:
         self._to_add: deque[_Block] = deque()
         self._to_gather: deque[_Block] = deque()
         self._read_by_others: list[Array] = []  # kept until the barrier at the call's end
-        self._stream = None if isinstance(total, np.ndarray) else _stream_behind_this()
+        self._stream = None if isinstance(total, np.ndarray) else _stream_behind_this(total.device.id)
         self._xp, self._ready = interop.namespace_of(total), comm.now()
 
     def add(self, own: Array) -> Steps[None]:
@@ -55,7 +59,7 @@ class BlockSums:
         self._row += len(own)
         self._read_by_others.append(own)
         for to in self._others():
-            comm.send([own[block.part(to)]], to)
+            comm.send(all_of(own[block.part(to)]), to)
         yield True
         yield from self._advance()
         self._to_add.append(block)
@@ -78,8 +82,9 @@ class BlockSums:
     def _add_parts(self, block: _Block) -> Steps[_Block]:
         comm = self._comm
         part = block.part(comm.rank)
+        own, target = block.own[part], self._rows(block, part)
         with self._beside():
-            landings = {source: self._xp.empty_like(block.own[part]) for source in self._others()}
+            landings = {source: self._xp.empty_like(own) for source in self._others()}
             ready = comm.now()
         arriving = yield from self._arriving(landings, ready)
         with self._beside():
@@ -87,15 +92,12 @@ class BlockSums:
                 self._stream.wait_event(block.made)
             for pending in arriving:
                 pending.get()
-            addends = landings | {comm.rank: block.own[part]}
-            total = addends[0].copy()
-            for rank in range(1, comm.world):
-                total += addends[rank]
-            total = total.astype(self._total.dtype, copy=False)
-            self._rows(block, part)[...] = total
-            self._read_by_others.append(total)
+            addends = landings | {comm.rank: own}
+            shares = [PartialResult(addends[rank][:, None], None, 0) for rank in range(comm.world)]
+            sum_parts(shares, target[:, None])
+            made = comm.now()
             for to in self._others():
-                comm.send([total], to)
+                comm.send(all_of(target), to, 0, made)
         return block
 
     def _gather(self, block: _Block) -> Steps[None]:
@@ -109,7 +111,7 @@ class BlockSums:
         """Have an array of each other rank arrive."""
         arriving = []
         for source, x in into.items():
-            arriving.append((yield from self._comm.arriving(source, 0, [x], ready)))
+            arriving.append((yield from self._comm.arriving(source, 0, all_of(x), ready)))
         return arriving
 
     def _rows(self, block: _Block, part: slice) -> Array:
@@ -128,10 +130,17 @@ def _current_stream() -> Any:
     return cupy.cuda.get_current_stream()
 
 
-def _stream_behind_this() -> Any:
-    """Return a stream whose work comes after that of the current stream so far."""
-    import cupy
-
-    stream = cupy.cuda.Stream(non_blocking=True)
+def _stream_behind_this(device: int) -> Any:
+    """Return the sums' stream, whose next work comes after that of the current stream so far."""
+    stream = _stream_of_sums(device)
     stream.wait_event(_current_stream().record())
     return stream
+
+
+@kept
+def _stream_of_sums(device: int) -> Any:
+    """Return a GPU's stream of sums, which is made once, because memory stays with the stream that it was taken on."""
+    import cupy
+
+    with cupy.cuda.Device(device):
+        return cupy.cuda.Stream(non_blocking=True)

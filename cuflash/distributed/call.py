@@ -190,7 +190,7 @@ class _Kind(NamedTuple):
     """What calls of one kind have in common, by which they are checked once."""
 
     library: interop.Library
-    options: Options  # arrays among them are those of the first call
+    options: Options  # None for those that are arrays
     arrays_of_options: tuple[str, ...]
     edges: list[int] | None
     wanted: frozenset[str]
@@ -212,7 +212,7 @@ def _proposed(
     heads: int = 1,
 ) -> Proposal[_Prepared]:
     """Return the call as this rank finds it, with the residuals and the gradients that are wanted."""
-    key = _key_of(what, arrays, comm, order, cu_seqlens, keywords, grads, heads)
+    key = key_of(what, arrays, comm, order, cu_seqlens, keywords, grads, heads)
     kind = None if key is None else _kinds.get(key)
     if kind is not None:
         own = {name: keywords[name] for name in kind.arrays_of_options}
@@ -252,7 +252,9 @@ def _proposed(
         )
         if is_same and key is not None:
             of_options = tuple([name for name, x in keywords.items() if hasattr(x, "shape")])
-            _kinds[key] = _Kind(library, options, of_options, edges, wanted, described, digest_of(described))
+            nothing: dict[str, Any] = dict.fromkeys(of_options)
+            plain = replace(options, **nothing)  # no memory of arrays is kept
+            _kinds[key] = _Kind(library, plain, of_options, edges, wanted, described, digest_of(described))
             call = replace(call, key=key)
         return (call, residuals, wanted), described
 
@@ -263,7 +265,7 @@ def _proposed(
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def _key_of(
+def key_of(
     what: str,
     arrays: Mapping[str, Array | None],
     comm: Communicator,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from cuflash.distributed.pieces import Pieces
 from cuflash.distributed.steps import Steps, taken
 from cuflash.typing import Message
 
@@ -58,7 +59,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def send(self, message: Any, to: int, tag: int = 0, ready: Any = None) -> None:
-        """Hand arrays to another rank; they must not change before `barrier`.
+        """Hand arrays, or pieces of some, to another rank; they must not change before `barrier`.
 
         `ready` is what `now` gave when they were complete, by default now.
         """
@@ -106,11 +107,11 @@ class Communicator(ABC):
         """Return what stands for the work that was enqueued so far; None where work is done at once."""
         return None
 
-    def arriving(self, source: int, tag: int = 0, into: Any = None, ready: Any = None) -> Steps[Pending]:
+    def arriving(self, source: int, tag: int = 0, into: Pieces | None = None, ready: Any = None) -> Steps[Pending]:
         """Return the next message of another rank, which may arrive while this one computes.
 
-        `into` has an array for each one of the message, in which it arrives; any strides will do. They may be written
-        from `ready` on, which is what `now` gave, by default from now on.
+        `into` has a piece for each one of the message, in which it arrives. They may be written from `ready` on, which
+        is what `now` gave, by default from now on.
         """
         yield from ()
         return Later(self, source, tag, into)
@@ -185,7 +186,7 @@ class Group(Communicator):
         """Return what stands for the work that was enqueued so far."""
         return self._whole.now()
 
-    def arriving(self, source: int, tag: int = 0, into: Any = None, ready: Any = None) -> Steps[Pending]:
+    def arriving(self, source: int, tag: int = 0, into: Pieces | None = None, ready: Any = None) -> Steps[Pending]:
         """Return the next message of another rank of the group, which may arrive while this one computes."""
         return (yield from self._whole.arriving(self._ranks[source], tag, into, ready))
 
@@ -214,18 +215,19 @@ class Later(Pending):
     comm: Communicator
     source: int
     tag: int
-    into: Any = None
+    into: Pieces | None = None
 
     def get(self) -> Any:
         """Wait for the message."""
         return written(self.comm.receive(self.source, self.tag), self.into)
 
 
-def written(message: Any, into: Any) -> Any:
-    """Return a message, or the arrays of `into` that get its values."""
+def written(message: Any, into: Pieces | None) -> Any:
+    """Return a message, or the pieces that get its values."""
+    message = message.views() if isinstance(message, Pieces) else message
     if into is None:
         return message
-    for target, x in zip(into, message, strict=True):
+    for target, x in zip(into.views(), message, strict=True):
         target[...] = x
     return into
 

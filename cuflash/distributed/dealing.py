@@ -17,6 +17,7 @@ from cuflash import interop
 from cuflash.distributed.call import Call
 from cuflash.distributed.communicators import Communicator, Pending
 from cuflash.distributed.order import Stretch
+from cuflash.distributed.pieces import ROWS_LAST, Pieces, as_rows, copy_here, rows_of_heads
 from cuflash.distributed.steps import Steps
 from cuflash.problem.heads import Heads
 from cuflash.problem.options import Options
@@ -24,11 +25,10 @@ from cuflash.problem.own_rules import is_operand
 
 Array = Any
 Arrays = Mapping[str, Array]
-# A GPU is busy with so many rows of all heads of a round (tiles of some 128 rows on some 132 multiprocessors).
-LEAST_ROWS_OF_ROUND = 1 << 15
+# A round costs the host some tenths of a millisecond. In this time a GPU multiplies some 1e11 pairs of numbers, so that
+# a round of less work (rows of queries and keys, heads and columns) would wait for the host.
+LEAST_WORK_OF_ROUND = 1 << 39
 MOST_ROUNDS = 4
-_ROWS_LAST = ("lse", "dlse")
-_ALL = slice(None)
 # It gets all tokens of some heads by name, and these heads, and finds results by name.
 Compute = Callable[[dict[str, Array], Heads], Steps[Arrays]]
 
@@ -74,11 +74,11 @@ def rounds_of(shares: Sequence[Heads], num_rounds: int) -> list[list[Heads]]:
     return rounds
 
 
-def num_rounds_of(shares: Sequence[Heads], num_rows: int) -> int:
+def num_rounds_of(shares: Sequence[Heads], work_of_head: int) -> int:
     """Return in how many rounds heads are dealt so that every rank has whole KV heads, and enough work, in each."""
     fewest = min((share.stop_kv - share.first_kv for share in shares), default=0)
-    rows = min((share.stop - share.first for share in shares), default=0) * num_rows
-    return max(1, min(fewest, rows // LEAST_ROWS_OF_ROUND, MOST_ROUNDS))
+    work = min((share.stop - share.first for share in shares), default=0) * work_of_head
+    return max(1, min(fewest, work // LEAST_WORK_OF_ROUND, MOST_ROUNDS))
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Dealing:
 
     call: Call  # of this rank, with all heads of its tokens
     comm: Communicator  # of the ranks among which heads are dealt
-    places: Sequence[Sequence[Stretch]]  # the rows of each rank, and where they lie among the rows of all
+    places: Sequence[tuple[Stretch, ...]]  # the rows of each rank, and where they lie among the rows of all
     num_rows: int  # of all these ranks
     may_have_rounds: bool = False  # where what computes a round needs nothing of another round
 
@@ -100,8 +100,8 @@ class Dealing:
     def rounds(self) -> list[list[Heads]]:
         """The heads of each rank in each round."""
         overlaps = self.may_have_rounds and not isinstance(self.call.q, np.ndarray)
-        batch_rows = self.num_rows * math.prod(self.call.q.shape[:-3])
-        return rounds_of(self.shares, num_rounds_of(self.shares, batch_rows) if overlaps else 1)
+        work_of_head = self.num_rows**2 * math.prod(self.call.q.shape[:-3]) * self.call.q.shape[-1]
+        return rounds_of(self.shares, num_rounds_of(self.shares, work_of_head) if overlaps else 1)
 
     def options_of(self, heads: Heads) -> Options:
         """Return the call's options for some heads alone."""
@@ -122,8 +122,8 @@ class Dealing:
         own = _Owned(self, results, self.comm.now())
         arriving = yield from self._all_tokens({"q": call.q, "k": call.k, "v": call.v})
         for number, whole in enumerate(arriving):
-            heads = self.rounds[number][self.comm.rank]
-            if heads.first != heads.stop:
+            heads = self.own_heads(number)
+            if has_heads(heads):
                 found = yield from compute(whole.get(), heads)
                 own.send(number, found)
                 yield True
@@ -144,8 +144,8 @@ class Dealing:
         own = _Owned(self, results, self.comm.now())
         arriving = yield from self._all_tokens(inputs | {n: x for n, x in residuals.items() if x is not None})
         for number, whole in enumerate(arriving):
-            heads = self.rounds[number][self.comm.rank]
-            if heads.first != heads.stop:
+            heads = self.own_heads(number)
+            if has_heads(heads):
                 found = yield from compute(whole.get(), heads)
                 own.send(number, found)
                 for name, total in extras.items():
@@ -161,54 +161,49 @@ class Dealing:
                 results[name] = total.astype(x.dtype, copy=False)
         return [results.get(name) for name in (*inputs, *call.extras)]
 
-    def heads_of(self, name: str, heads: Heads) -> slice:
-        """Return the heads of one array, which are KV heads of k and v."""
-        return heads.kv if name in ("k", "v") else heads.query
+    def own_heads(self, number: int) -> Heads:
+        """Return the heads of this rank in a round."""
+        return self.rounds[number][self.comm.rank]
+
+    @cached_property
+    def own_rows(self) -> tuple[Stretch, ...]:
+        """The rows of this rank's own arrays."""
+        return as_rows(self.places[self.comm.rank])
 
     def _all_tokens(self, named: Arrays) -> Steps[list[_Whole]]:
         """Have all tokens of this rank's heads arrive, in the order of the rows of all, for each round."""
-        comm, ready = self.comm, self.comm.now()
+        comm, made = self.comm, self.comm.now()
+        names, arrays = tuple(named), tuple(named.values())
         for number, shares in enumerate(self.rounds):
             for to in others_of(comm):
-                self._send(named, self.places[comm.rank], shares[to], to, number, ready)
-        xp, rounds = interop.namespace_of(self.call.q), []
-        for shares in self.rounds:
-            whole = {}
-            for name, x in named.items():
-                own = self.heads_of(name, shares[comm.rank])
-                count, rows = own.stop - own.start, self.num_rows
-                of_lse = (*x.shape[:-2], count, rows)
-                whole[name] = xp.empty(
-                    of_lse if name in _ROWS_LAST else (*x.shape[:-3], rows, count, x.shape[-1]), x.dtype
-                )
-            rounds.append(_Whole(whole, []))
+                if has_heads(shares[to]):
+                    comm.send(Pieces(arrays, rows_of_heads(names, self.own_rows, shares[to])), to, number, made)
+        rounds = [_Whole(self._empty(named, number), []) for number in range(len(self.rounds))]
         ready = comm.now()
-        for number, (shares, arriving) in enumerate(zip(self.rounds, rounds, strict=True)):
-            heads = shares[comm.rank]
-            if heads.first == heads.stop:
+        for number, whole in enumerate(rounds):
+            heads = self.own_heads(number)
+            if not has_heads(heads):
                 continue
+            targets = tuple(whole.arrays.values())
             for source in others_of(comm):
-                into = [
-                    piece(name, x, stretch.tokens)
-                    for name, x in arriving.arrays.items()
-                    for stretch in self.places[source]
-                ]
-                arriving.pending.append((yield from comm.arriving(source, number, into, ready)))
-            for name, x in named.items():
-                own = self.heads_of(name, heads)
-                for stretch in self.places[comm.rank]:
-                    piece(name, arriving.arrays[name], stretch.tokens)[...] = piece(name, x, stretch.rows, own)
+                into = Pieces(targets, rows_of_heads(names, self.places[source], None))
+                whole.pending.append((yield from comm.arriving(source, number, into, ready)))
+            own = Pieces(arrays, rows_of_heads(names, self.own_rows, heads))
+            into = Pieces(targets, rows_of_heads(names, self.places[comm.rank], None))
+            copy_here(own, into)
         return rounds
 
-    def _send(self, named: Arrays, places: Sequence[Stretch], heads: Heads, to: int, number: int, ready: Any) -> None:
-        """Send a rank its heads of this rank's tokens."""
-        if heads.first != heads.stop:
-            pieces = [
-                piece(name, x, stretch.rows, self.heads_of(name, heads))
-                for name, x in named.items()
-                for stretch in places
-            ]
-            self.comm.send(pieces, to, number, ready)
+    def _empty(self, named: Arrays, number: int) -> dict[str, Array]:
+        """Allocate arrays for all tokens of this rank's heads in a round."""
+        xp, heads = interop.namespace_of(self.call.q), self.own_heads(number)
+        whole = {}
+        for name, x in named.items():
+            own = heads.kv if name in ("k", "v") else heads.query
+            count, rows = own.stop - own.start, self.num_rows
+            is_lse = name in ROWS_LAST
+            shape = (*x.shape[:-2], count, rows) if is_lse else (*x.shape[:-3], rows, count, x.shape[-1])
+            whole[name] = xp.empty(shape, x.dtype)
+        return whole
 
 
 @dataclass(frozen=True)
@@ -231,34 +226,31 @@ class _Owned:
     def __init__(self, dealing: Dealing, results: Mapping[str, Array], ready: Any) -> None:
         self._dealing, self._results, self._ready = dealing, results, ready
         self._comm = dealing.comm
+        self._arriving: list[Pending] = []
         # A KV head that several ranks have read gets a share of its gradient from each, in the accumulation's dtype.
         is_shared = dealing.call.k.shape[-2] < dealing.comm.world
         self._shares: dict[str, dict[int, Array]] = {name: {} for name in results if name in ("k", "v") and is_shared}
 
     def send(self, number: int, found: Arrays) -> None:
         """Send what was found for the heads of a round."""
-        dealing, comm = self._dealing, self._comm
+        dealing, comm, names = self._dealing, self._comm, tuple(self._results)
         dtypes = {name: dealing.call.accum if name in self._shares else x.dtype for name, x in self._results.items()}
-        found = {name: found[name].astype(dtype, copy=False) for name, dtype in dtypes.items()}
+        arrays = tuple([found[name].astype(dtype, copy=False) for name, dtype in dtypes.items()])
+        made = comm.now()
         for to in others_of(comm):
-            places = dealing.places[to]
-            comm.send([piece(name, x, s.tokens) for name, x in found.items() for s in places], to, MOST_ROUNDS + number)
-        targets = self._targets(comm.rank, dealing.rounds[number][comm.rank])
-        own = [piece(name, x, s.tokens) for name, x in found.items() for s in dealing.places[comm.rank]]
-        for target, x in zip(targets, own, strict=True):
-            target[...] = x
+            comm.send(Pieces(arrays, rows_of_heads(names, dealing.places[to], None)), to, MOST_ROUNDS + number, made)
+        own = Pieces(arrays, rows_of_heads(names, dealing.places[comm.rank], None))
+        copy_here(own, self._targets(comm.rank, dealing.own_heads(number)))
 
     def receive(self) -> Steps[None]:
         """Have what the others found arrive."""
         dealing, comm = self._dealing, self._comm
-        arriving: list[Pending] = []
         for number, shares in enumerate(dealing.rounds):
             for source in others_of(comm):
-                if shares[source].first != shares[source].stop:
-                    targets = self._targets(source, shares[source])
-                    ready = None if self._shares else self._ready
-                    arriving.append((yield from comm.arriving(source, MOST_ROUNDS + number, targets, ready)))
-        for pending in arriving:
+                if has_heads(shares[source]):
+                    targets, ready = self._targets(source, shares[source]), self._ready_now()
+                    self._arriving.append((yield from comm.arriving(source, MOST_ROUNDS + number, targets, ready)))
+        for pending in self._arriving:
             pending.get()
         for name, by_rank in self._shares.items():
             result = self._results[name]
@@ -267,26 +259,28 @@ class _Owned:
                 total[..., dealing.shares[rank].kv, :] += by_rank[rank]
             result[...] = total.astype(result.dtype, copy=False)
 
-    def _targets(self, rank: int, heads: Heads) -> list[Array]:
+    def _ready_now(self) -> Any:
+        """Return from when on the targets may be written: shares have new memory."""
+        return self._comm.now() if self._shares else self._ready
+
+    def _targets(self, rank: int, heads: Heads) -> Pieces:
         """Return this rank's rows of what another rank, or this one, found for some heads."""
-        targets = []
+        arrays = []
         for name, result in self._results.items():
-            of_name = self._dealing.heads_of(name, heads)
             if name in self._shares:
-                shape = (*result.shape[:-2], of_name.stop - of_name.start, result.shape[-1])
+                shape = (*result.shape[:-2], heads.stop_kv - heads.first_kv, result.shape[-1])
                 result = interop.namespace_of(result).empty(shape, self._dealing.call.accum)
                 self._shares[name][rank] = result
-                of_name = slice(None)
-            places = self._dealing.places[self._comm.rank]
-            targets += [piece(name, result, stretch.rows, of_name) for stretch in places]
-        return targets
+            arrays.append(result)
+        cuts = rows_of_heads(tuple(self._results), self._dealing.own_rows, heads, tuple(self._shares))
+        return Pieces(tuple(arrays), cuts)
+
+
+def has_heads(heads: Heads) -> bool:
+    """Return True if there are query heads among some heads."""
+    return heads.stop > heads.first
 
 
 def others_of(comm: Communicator) -> list[int]:
     """Return the other ranks, in such an order that no two ranks begin with the same one."""
     return [(comm.rank + distance) % comm.world for distance in range(1, comm.world)]
-
-
-def piece(name: str, x: Array, rows: slice, heads: slice = _ALL) -> Array:
-    """View some rows of some heads of an array, whose last axis are rows where it is of lse's kind."""
-    return x[..., heads, rows] if name in _ROWS_LAST else x[..., rows, heads, :]

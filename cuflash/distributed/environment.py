@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-import platform
 from collections.abc import Mapping
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from cuflash.distributed.communicators import DEFAULT_TIME_LIMIT
+from cuflash.distributed.hosts import host_name
 from cuflash.distributed.mesh import Mesh
 from cuflash.distributed.processes import TRANSPORTS, ProcessCommunicator, choose_link
 from cuflash.distributed.rendezvous import Meeting, meet
@@ -93,7 +92,7 @@ def from_environment(
     device : int, "auto" or None
         This rank's GPU, which is made the current one of the calling thread. "auto": the one whose number is the local
         rank (modulo their number, for launchers that show each rank its own), and none where CuPy finds no GPU. None:
-        arrays are NumPy's, which travel over TCP.
+        arrays are NumPy's, which travel over TCP and, small ones within a host, through shared memory.
 
     Returns
     -------
@@ -134,7 +133,7 @@ def from_environment(
     with ExitStack() as undo:
         undo.callback(mesh.close)
         try:
-            hosts = mesh.gather(_host_name())
+            hosts = mesh.gather(host_name())
             local_rank = ranks.local_rank
             if local_rank is None:
                 local_rank = hosts[: ranks.rank].count(hosts[ranks.rank])
@@ -235,12 +234,6 @@ def _token(environ: Mapping[str, str]) -> bytes:
     """Return the token that only this job's ranks know or, without a secret, that tells the job from others."""
     parts = [environ.get(name, "") for name in ("CUFLASH_TOKEN", *JOB_NAMES)]
     return hashlib.sha256("\0".join(("cuflash", *parts)).encode()).digest()
-
-
-def _host_name() -> str:
-    """Return a name that all processes of one host have in common, and no other host has."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{platform.node()} {boot.read_text().strip() if boot.exists() else ''}"
 
 
 def _use_device(device: int | str | None, local_rank: int) -> int | None:

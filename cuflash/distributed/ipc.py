@@ -7,6 +7,8 @@ receiver's stream waits for the event and copies. No multiprocessor takes part, 
 from __future__ import annotations
 
 import ctypes
+import struct
+import threading
 from collections import OrderedDict, deque
 from contextlib import suppress
 from functools import cache
@@ -24,6 +26,8 @@ MAPPED = 64  # other processes' allocations that stay mapped; the one that was r
 PROBE_BYTES = 1 << 12
 EVENTS_REST = 4  # calls after which an event is recorded anew
 POINTER_ATTRIBUTE_BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
+HANDLE_BYTES = 64  # of an event, and of an allocation
+PLACE = struct.Struct(f"={HANDLE_BYTES}sQQQ")
 
 
 class Place(NamedTuple):
@@ -49,6 +53,7 @@ class IpcLink(GpuLink):
         self._used_events: deque[list[Any]] = deque([[]])  # those of each call, the latest call last
         self._handles: dict[int, bytes] = {}  # of this rank's events
         self._opened_events: dict[bytes, int] = {}
+        self._own = _Allocations()
         # An allocation has, by rank and base, its handle, its number and its address here.
         self._mapped: OrderedDict[tuple[int, int], tuple[bytes, int, int]] = OrderedDict()
         # Arrays in memory of other kinds of pools, which has no handle, are copied to memory of this pool.
@@ -59,12 +64,10 @@ class IpcLink(GpuLink):
         import cupy
 
         with cupy.cuda.Device(self.device):
-            event = self._event()
-            cupy.cuda.get_current_stream().record(event)
-        return event
+            return self._recorded()
 
     def offer(self, arrays: list[Array], to: int, ready: Any = None) -> Any:
-        """Return handles of the event behind the arrays, and of the memory of each."""
+        """Return the handle of the event behind the arrays, and the place of each, as bytes."""
         if not arrays:
             return None
         import cupy
@@ -74,26 +77,29 @@ class IpcLink(GpuLink):
             exported = [self._export(x) for x in arrays]
             self._sent += [kept for _, kept in exported]
             is_copied = any(kept is not x for (_, kept), x in zip(exported, arrays, strict=True))
-            event = self.now() if ready is None or is_copied else ready
-            return self._handle_of(event), [tuple(place) for place, _ in exported]
+            event = self._recorded() if ready is None or is_copied else ready
+            return b"".join([self._handle_of(event), *[PLACE.pack(*place) for place, _ in exported]])
 
     def bring(self, offered: Offered, into: list[Array] | None, ready: Any) -> tuple[list[Array], Any]:
         """Copy behind the sender's event, while this rank's own work goes on."""
         import cupy
 
-        event_handle, places = offered.offer
+        stream = self.stream
         with cupy.cuda.Device(self.device):
             arrays = [self.empty(ref) for ref in offered.refs] if into is None else into
-            cupy.cuda.runtime.streamWaitEvent(self.stream.ptr, self._open_event(event_handle))
+            cupy.cuda.runtime.streamWaitEvent(stream.ptr, self._open_event(offered.offer[:HANDLE_BYTES]))
             if into is not None:
-                self.stream.wait_event(self.now() if ready is None else ready)
+                stream.wait_event(self._recorded() if ready is None else ready)
+            places = PLACE.iter_unpack(offered.offer[HANDLE_BYTES:])
             for ref, told, x in zip(offered.refs, places, arrays, strict=True):
-                place = Place(*told)
                 if ref.nbytes:
+                    place = Place(*told)
                     origin = self._map(offered.source, place) + place.offset
                     strides = ref.strides or contiguous_strides(ref.shape, x.itemsize)
                     self.landing.copy(x, origin, strides)
-        return arrays, self.arrival()
+            event = stream.record(cupy.cuda.Event(disable_timing=True))
+        self._arrivals.append(event)
+        return arrays, event
 
     def finish(self) -> None:
         """Let the current stream wait for the events behind what the others have copied."""
@@ -129,6 +135,14 @@ class IpcLink(GpuLink):
                 self._unmap_oldest()
         self._sent.clear()
 
+    def _recorded(self) -> Any:
+        """Record an event behind what the current stream of this rank's GPU, which is the current one, does so far."""
+        import cupy
+
+        event = self._event()
+        cupy.cuda.get_current_stream().record(event)
+        return event
+
     def _event(self) -> Any:
         """Return an event that other processes can wait for, and that is not recorded again before some barriers.
 
@@ -158,11 +172,11 @@ class IpcLink(GpuLink):
         if not x.nbytes:
             return Place(b"", 0, 0, 0), x
         try:
-            return _place_of(x.data.ptr), x
+            return self._own.place_of(x.data.ptr), x
         except RuntimeError:  # CUDA's runtime and its driver raise different ones
             with cupy.cuda.using_allocator(self._exportable.malloc):
                 copy = x.copy()
-            return _place_of(copy.data.ptr), copy
+            return self._own.place_of(copy.data.ptr), copy
 
     def _map(self, source: int, place: Place) -> int:
         """Return the address here of another process's allocation."""
@@ -249,27 +263,44 @@ def _probe_of(rank: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return np.full(PROBE_BYTES, rank % 256, np.uint8)
 
 
-def _place_of(address: int) -> Place:
-    import cupy
+class _Allocations:
+    """Memory of this process's GPU, as other processes find it."""
 
-    base, number = _allocation_of(address)
-    return Place(cupy.cuda.runtime.ipcGetMemHandle(base), base, number, address - base)
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._base, self._size, self._number = ctypes.c_uint64(), ctypes.c_size_t(), ctypes.c_uint64()
+        self._targets = [ctypes.byref(x) for x in (self._base, self._size, self._number)]
+        self._handles: dict[int, tuple[int, bytes]] = {}  # an allocation's number and handle by its address
 
+    def place_of(self, address: int) -> Place:
+        """Return the place of an address; RuntimeError for memory that has no handle."""
+        import cupy
 
-def _allocation_of(address: int) -> tuple[int, int]:
-    """Return where the allocation with an address of the GPU begins, and its number, as handles are of whole ones.
+        base, number = self._find(address)
+        known = self._handles.get(base)
+        if known is None or known[0] != number:
+            known = self._handles[base] = number, cupy.cuda.runtime.ipcGetMemHandle(base)
+        return Place(known[1], base, number, address - base)
 
-    An allocation in the place of one that was freed has another number.
-    """
-    driver, pointer = _driver(), ctypes.c_uint64(address)
-    base, size, number = ctypes.c_uint64(), ctypes.c_size_t(), ctypes.c_uint64()
-    status = driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), pointer)
-    status = status or driver.cuPointerGetAttribute(ctypes.byref(number), POINTER_ATTRIBUTE_BUFFER_ID, pointer)
-    if status:
+    def _find(self, address: int) -> tuple[int, int]:
+        """Return where the allocation with an address begins, and its number, as handles are of whole ones.
+
+        An allocation in the place of one that was freed has another number.
+        """
+        driver = _driver()
+        base, size, number = self._targets
+        with self._lock:
+            status = driver.cuMemGetAddressRange_v2(base, size, address)
+            status = status or driver.cuPointerGetAttribute(number, POINTER_ATTRIBUTE_BUFFER_ID, address)
+            if not status:
+                return self._base.value, self._number.value
         raise RuntimeError(f"expected to learn the allocation of address {address:#x}, got the driver's error {status}")
-    return base.value, number.value
 
 
 @cache
 def _driver() -> Any:
-    return ctypes.CDLL("libcuda.so.1")
+    driver = ctypes.CDLL("libcuda.so.1")
+    pointer = ctypes.c_void_p
+    driver.cuMemGetAddressRange_v2.argtypes = pointer, pointer, ctypes.c_uint64
+    driver.cuPointerGetAttribute.argtypes = pointer, ctypes.c_int, ctypes.c_uint64
+    return driver

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from cuflash.distributed import copies
+from cuflash.distributed.pieces import Pieces, enqueue_moves, moves_between, new_arrays, whole_arrays
 
 Array = Any
 
@@ -66,6 +68,31 @@ class Landing:
             assert rows is not None
             copies.enqueue(rows, whole.data.ptr, source, self.stream.ptr)
             target[...] = whole
+
+    def copy_of(self, x: Array) -> Array:
+        """Copy an array of some GPU to new memory."""
+        target = self.empty(x.shape, x.dtype)
+        self.copy(target, x.data.ptr, x.strides)
+        return target
+
+    def new_pieces(self, message: Pieces) -> list[Array]:
+        """Copy pieces to new arrays."""
+        shapes = new_arrays(message.layouts(), message.cuts)
+        dtypes = [message.arrays[cut.array].dtype for cut in message.cuts]
+        arrays = [self.empty(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+        self.copy_pieces(Pieces(tuple(arrays), whole_arrays(shapes, message.cuts)), message)
+        return arrays
+
+    def copy_pieces(self, into: Pieces, message: Pieces | Sequence[Array]) -> None:
+        """Copy what came as pieces, or as arrays for each piece."""
+        if isinstance(message, Pieces):
+            moves = moves_between(message.layouts(), message.cuts, into.layouts(), into.cuts)
+            if moves is not None:
+                enqueue_moves(moves, message, into, self.stream.ptr)
+                return
+            message = message.views()
+        for view, x in zip(into.views(), message, strict=True):
+            self.copy(view, x.data.ptr, x.strides)
 
 
 class _Lease:

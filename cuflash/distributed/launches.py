@@ -6,7 +6,7 @@ that its launches take are sums, and neither views nor checks are made again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +23,7 @@ class _Launch(NamedTuple):
     repeat: Repeat
     places: tuple[tuple[str, int], ...]  # names of arrays, "" for a lasting one, and bytes from their first elements
     targets: tuple[None, ...]  # one for each array that results are added to
+    names: tuple[str, ...]  # of the results
 
 
 class Launches:
@@ -32,16 +33,17 @@ class Launches:
         self._known: dict[Any, _Launch] = {}
         self._edges: dict[tuple[int, ...], Array] = {}
 
-    def again(self, region: Any, arrays: Mapping[str, Array]) -> list[Array | None] | None:
+    def again(self, region: Any, arrays: Mapping[str, Array]) -> dict[str, Array] | None:
         """Repeat a region's launches for new arrays, and return their results; None if they are not known."""
         launch = self._known.get(region)
         if launch is None:
             return None
         addresses = [address_of(arrays[name]) + distance if name else distance for name, distance in launch.places]
-        return launch.repeat(Metadata((), addresses, launch.targets, None, None))
+        results = launch.repeat(Metadata((), addresses, launch.targets, None, None))
+        return None if results is None else dict(zip(launch.names, results, strict=True))
 
-    def note(self, region: Any, part: Part, arrays: Mapping[str, Array]) -> None:
-        """Note the launches of a part, if they can be repeated for other arrays of the call."""
+    def note(self, region: Any, part: Part, arrays: Mapping[str, Array], names: Iterable[str]) -> None:
+        """Note the launches of a part, which gives results of these names, if other arrays can take their place."""
         if part.repeat is None:
             return
         places: list[tuple[str, int]] = []
@@ -53,7 +55,7 @@ class Launches:
             else:
                 return
         num_targets = sum(name in ("dq", "dk", "dv") for name in part.addressed)
-        self._known[region] = _Launch(part.repeat, tuple(places), (None,) * num_targets)
+        self._known[region] = _Launch(part.repeat, tuple(places), (None,) * num_targets, tuple(names))
 
     def edges(self, xp: Any, edges: tuple[int, ...]) -> Array:
         """Return the ends of packed sequences as an array, which all calls of a kind share."""

@@ -1,4 +1,4 @@
-"""Links carry CuPy arrays from process to process; connections carry everything else."""
+"""Links carry CuPy arrays from process to process; connections, or memory of one host, carry everything else."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from cuflash import interop
 from cuflash.distributed.landing import Landing
 from cuflash.distributed.mesh import MESSAGE, Mesh
+from cuflash.distributed.shared_mailboxes import SharedMailboxes
 from cuflash.distributed.wire import ArrayRef
 
 Array = Any
@@ -34,6 +35,11 @@ class Link(ABC):
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
+        self.mailboxes: Mesh | SharedMailboxes = mesh  # for messages, without the GPUs' arrays, and for values
+
+    def post(self, to: int, offered: Any, message: Any, refs: list[ArrayRef], host: list[Array]) -> None:
+        """Send a message with places for arrays: CuPy's, which have been offered and have `refs`, and NumPy's."""
+        self.mailboxes.post(to, MESSAGE, (offered, message, refs), host)
 
     @abstractmethod
     def offer(self, arrays: list[Array], to: int, ready: Any = None) -> Any:
@@ -52,12 +58,12 @@ class Link(ABC):
 
     def take(self, source: int) -> Offered:
         """Return the next message of a rank."""
-        (offer, message, refs), host = self.mesh.take(source, MESSAGE)
+        (offer, message, refs), host = self.mailboxes.take(source, MESSAGE)
         return Offered(message, host, refs, offer, source)
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks."""
-        return self.mesh.gather(value)
+        return self.mailboxes.gather(value)
 
     def barrier(self) -> None:
         """Wait until every rank is here and has read what it received."""
@@ -113,8 +119,9 @@ class GpuLink(Link):
     def check_device(self, arrays: list[Array]) -> None:
         """Raise ValueError for arrays of another GPU."""
         for x in arrays:
-            if x.device.id != self.device:
-                raise ValueError(f"message: expected arrays on this rank's GPU {self.device}, got GPU {x.device.id}")
+            device = x.data.device_id
+            if device != self.device:
+                raise ValueError(f"message: expected arrays on this rank's GPU {self.device}, got GPU {device}")
 
     def now(self) -> Any:
         """Record an event behind what the current stream does so far."""

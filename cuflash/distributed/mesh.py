@@ -22,7 +22,7 @@ from cuflash.distributed import wire
 
 Array = Any
 # Kinds of frames.
-VALUE, MESSAGE, FAILURE, GOODBYE = range(4)
+VALUE, MESSAGE, FAILURE, GOODBYE, OVERFLOW = range(5)  # the last for what finds no room in shared memory
 HEADER = struct.Struct("!BIQ")  # kind, bytes of the text, bytes of the arrays behind it
 DIRECT_BYTES = 64 << 10  # frames up to this size fit the system's buffers and need no thread
 FAREWELL_SECONDS = 1.0
@@ -151,14 +151,18 @@ class Mesh:
         with self._condition:
             mailbox = self._mailboxes[source, kind]
             while not mailbox:
-                self._raise_failure(source)
+                self.check(source)
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise TimeoutError(
-                        f"rank {self.rank}: expected a message of rank {source} within {self.time_limit:g} s, got none"
-                    )
+                    raise self.missing(source)
                 self._condition.wait(left)
             return mailbox.popleft()
+
+    def wait(self, source: int, kind: int, seconds: float) -> None:
+        """Wait for a value of a rank, but not longer than some seconds, and no longer than until something comes."""
+        with self._condition:
+            if not self._mailboxes[source, kind]:
+                self._condition.wait(seconds)
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, by their numbers."""
@@ -166,10 +170,24 @@ class Mesh:
             self.post((self.rank + distance) % self.world, VALUE, value)
         return [self.take(source, VALUE)[0] for source in range(self.world)]
 
-    def check(self) -> None:
-        """Raise RuntimeError where a rank failed."""
+    def mailbox(self, source: int, kind: int) -> deque[tuple[Any, list[Array]]]:
+        """Return where the values of a rank arrive with their arrays, for a program that takes them itself."""
         with self._condition:
-            self._raise_failure(None)
+            return self._mailboxes[source, kind]
+
+    def check(self, source: int | None = None) -> None:
+        """Raise RuntimeError where a rank failed, or the source of a message has closed its communicator."""
+        if self._failure is not None:
+            rank, text = self._failure
+            raise RuntimeError(f"rank {rank} failed: {text}")
+        if source in self._gone:
+            raise RuntimeError(f"rank {source} failed: {self._gone[source]}")
+
+    def missing(self, source: int) -> TimeoutError:
+        """Return the error of a message that does not come."""
+        return TimeoutError(
+            f"rank {self.rank}: expected a message of rank {source} within {self.time_limit:g} s, got none"
+        )
 
     def fail(self, error: BaseException) -> None:
         """Tell the others, unless the failure is theirs."""
@@ -194,13 +212,6 @@ class Mesh:
         limit = self.time_limit if self._failure is None else min(self.time_limit, FAREWELL_SECONDS)
         for peer in self._peers.values():
             peer.finish([header], limit)
-
-    def _raise_failure(self, source: int | None) -> None:
-        if self._failure is not None:
-            rank, text = self._failure
-            raise RuntimeError(f"rank {rank} failed: {text}")
-        if source in self._gone:
-            raise RuntimeError(f"rank {source} failed: {self._gone[source]}")
 
     def _read(self, peer: Peer) -> None:
         """Put what a rank sends into mailboxes until its connection ends."""
@@ -229,7 +240,7 @@ class Mesh:
             return False
         value = wire.decode(bytes(text)) if text else None
         arrays = []
-        if kind == MESSAGE:
+        if kind in (MESSAGE, OVERFLOW):
             arrays = [wire.empty(ref) for ref in wire.refs_of(value, wire.HOST)]
             for x in arrays:
                 if not _fill(peer.socket, wire.bytes_of(x)):

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from typing import Any, TypeVar
 
-from cuflash.distributed import ipc, nccl, wire
+from cuflash.distributed import ipc, nccl, shared_mailboxes, wire
 from cuflash.distributed.communicators import Arriving, Communicator, Later, Pending, written
 from cuflash.distributed.links import HostLink, Link, Offered
-from cuflash.distributed.mesh import MESSAGE, Mesh
+from cuflash.distributed.mesh import Mesh
+from cuflash.distributed.pieces import Pieces
 from cuflash.distributed.steps import Steps
 from cuflash.typing import Message
 
@@ -17,7 +18,7 @@ TRANSPORTS = ("auto", "ipc", "nccl")
 
 
 class ProcessCommunicator(Communicator):
-    """A rank that is a process. NumPy arrays travel over TCP, CuPy arrays by the link between GPUs.
+    """A rank that is a process. NumPy arrays travel with their message, CuPy arrays by the link between GPUs.
 
     Attributes
     ----------
@@ -49,12 +50,13 @@ class ProcessCommunicator(Communicator):
     def send(self, message: Any, to: int, tag: int = 0, ready: Any = None) -> None:
         """Hand arrays to another process; they must not change before `barrier`."""
         self._check_rank("to", to)
+        message = message.views() if isinstance(message, Pieces) else message
         if to == self.rank:
             self._here[to, tag].append(message)
             return
-        detached, host, gpu = wire.detach((tag, message), copies_rows=self._link.copies_rows)
+        detached, host, gpu, refs = wire.detach((tag, message), copies_rows=self._link.copies_rows)
         offered = self._link.offer(gpu, to, ready)
-        self._mesh.post(to, MESSAGE, (offered, detached, wire.refs_of(detached, wire.GPU)), host)
+        self._link.post(to, offered, detached, refs, host)
 
     def receive(self, source: int, tag: int = 0) -> Message:
         """Return the next message of another process in new arrays, CuPy's on this rank's GPU."""
@@ -93,19 +95,20 @@ class ProcessCommunicator(Communicator):
         if not found.refs:
             _, message = wire.attach(found.message, found.host, [])
             return Arriving(written(message, into), None)
-        arrays, event = self._link.bring(found, into, ready)
+        arrays, event = self._link.bring(found, None if into is None else into.views(), ready)
+        if into is not None:
+            return Arriving(into, event)
         _, message = wire.attach(found.message, found.host, arrays)
-        return Arriving(message if into is None else into, event)
+        return Arriving(message, event)
 
     def all_gather(self, value: T) -> list[T]:
         """Return all ranks' values: None, bools, numbers, strings, bytes, and small tuples, lists and dicts of such."""
         self._check_open()
         try:
-            wire.encode(value)
+            return self._link.gather(value)
         except TypeError as error:
             self.fail(error)
             raise
-        return self._link.gather(value)
 
     def barrier(self) -> None:
         """Wait until every rank is here and has read what it received."""
@@ -155,13 +158,18 @@ def choose_link(mesh: Mesh, device: int | None, transport: str) -> tuple[Link, s
         if has_gpu != told[0][1]:
             one, none = (rank, 0) if has_gpu else (0, rank)
             raise ValueError(f"device: expected a GPU on every rank or on none, got one on {one} and none on {none}")
+    link: Link | None
     if device is None:
-        return HostLink(mesh), "tcp"
+        link = HostLink(mesh)
+        link.mailboxes = shared_mailboxes.connect(mesh) or mesh
+        return link, "tcp"
     problems = []
     for name, connect in (("ipc", ipc.connect), ("nccl", nccl.connect)):
         if transport in ("auto", name):
             link, problem = connect(mesh, device)
             if link is not None:
+                if name == "ipc":
+                    link.mailboxes = shared_mailboxes.connect(mesh) or mesh
                 return link, name
             problems.append(f"{name}: {problem}")
     raise RuntimeError(f"transport: expected a way between the ranks' GPUs, got none ({'; '.join(problems)})")

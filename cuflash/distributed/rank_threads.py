@@ -19,6 +19,7 @@ import numpy as np
 from cuflash.distributed import copies
 from cuflash.distributed.communicators import DEFAULT_TIME_LIMIT, Arriving, Communicator, Pending, written
 from cuflash.distributed.landing import Landing
+from cuflash.distributed.pieces import Pieces, have_wide_rows
 from cuflash.distributed.steps import Steps, taken
 from cuflash.kept import kept
 from cuflash.typing import Message
@@ -170,12 +171,12 @@ class ThreadCommunicator(Communicator):
         """Hand over references, as threads share memory; a copy engine takes arrays as they lie, if it can."""
         self._check_open()
         board = self._board
-        if board.devices is not None and (arrays := _arrays(message)):
+        if self.device is not None and board.devices is not None and (arrays := _arrays(message)):
             other = int(board.devices[to])
             has_way = other == self.device or all(_enable_peer(other, x.device.id) for x in arrays)
-            if not has_way or not all(copies.has_wide_rows(x) for x in arrays):
-                message, ready = _mapped(message, lambda x: x.copy(order="C")), None
-            ready = _record(arrays[0].device.id) if ready is None else ready
+            if not has_way or not _can_be_copied(message):
+                message, ready = _mapped(_viewed(message), lambda x: x.copy(order="C")), None
+            ready = _record(self.device) if ready is None else ready
             self._lent.append(message)
         with board.condition:
             board.mailboxes[self.rank, to, tag].append((message, ready))
@@ -191,7 +192,7 @@ class ThreadCommunicator(Communicator):
         received: Message = taken(self.arriving(source, tag)).get()
         return received
 
-    def arriving(self, source: int, tag: int = 0, into: Any = None, ready: Any = None) -> Steps[Pending]:
+    def arriving(self, source: int, tag: int = 0, into: Pieces | None = None, ready: Any = None) -> Steps[Pending]:
         """Return the next message; a GPU's copy engine brings it while this GPU computes what is enqueued later."""
         self._check_open()
         mailbox = self._board.mailboxes[source, self.rank, tag]
@@ -230,28 +231,25 @@ class ThreadCommunicator(Communicator):
             rank, text = self._board.failure
             raise RuntimeError(f"rank {rank} failed: {text}")
 
-    def _bring(self, message: Any, made: Any, into: Any, ready: Any) -> Pending:
+    def _bring(self, message: Any, made: Any, into: Pieces | None, ready: Any) -> Pending:
         """Copy a message's arrays to this rank's GPU on a stream of their own, while other streams compute."""
-        arrays = _arrays(message)
-        if into is None and all(x.device.id == self.device for x in arrays):
+        if into is None and all(x.device.id == self.device for x in _arrays(message)):
             self._reads_in_place = True
-            return Arriving(message, made)
+            return Arriving(_viewed(message), made)
         assert self.device is not None
         if self._landing is None:
             self._landing = Landing(self.device)
         landing = self._landing
         self._borrowed.append(message)
         landing.wait(made)
-        if into is None:
-            targets = [landing.empty(x.shape, x.dtype) for x in arrays]
-        else:
-            targets = _arrays(into)
+        if into is not None:
             landing.wait(_record(self.device) if ready is None else ready)
-        for target, x in zip(targets, arrays, strict=True):
-            landing.copy(target, x.data.ptr, x.strides)
+            landing.copy_pieces(into, message)
+            self._copied = landing.now()
+            return Arriving(into, self._copied)
+        brought = landing.new_pieces(message) if isinstance(message, Pieces) else _mapped(message, landing.copy_of)
         self._copied = landing.now()
-        brought = iter(targets)
-        return Arriving(into or _mapped(message, lambda _: next(brought)), self._copied)
+        return Arriving(brought, self._copied)
 
     def barrier(self) -> None:
         """Wait until every rank is here and, on GPUs, has read what it received."""
@@ -387,6 +385,8 @@ def _missing(values: dict[int, Any], world: int) -> int:
 
 def _arrays(message: Any) -> list[Array]:
     """Return a message's arrays of GPUs."""
+    if isinstance(message, Pieces):
+        return [x for x in message.arrays if type(x).__module__ == "cupy"]
     if isinstance(message, (tuple, list)):
         return [x for part in message for x in _arrays(part)]
     return [message] if type(message).__module__ == "cupy" else []
@@ -397,6 +397,18 @@ def _mapped(message: Any, change: Callable[[Array], Array]) -> Any:
     if isinstance(message, (tuple, list)):
         return type(message)([_mapped(part, change) for part in message])
     return change(message) if type(message).__module__ == "cupy" else message
+
+
+def _viewed(message: Any) -> Any:
+    """Return a message whose pieces are views."""
+    return message.views() if isinstance(message, Pieces) else message
+
+
+def _can_be_copied(message: Any) -> bool:
+    """Return True if copy engines can take a message's arrays as they lie."""
+    if isinstance(message, Pieces):
+        return have_wide_rows(message.layouts(), message.cuts)
+    return all(copies.has_wide_rows(x) for x in _arrays(message))
 
 
 def _record(device: int) -> Any:

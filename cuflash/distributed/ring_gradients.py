@@ -1,4 +1,8 @@
-"""The gradients that a rank's steps in a ring add to: of what stays with the rank, and of its keys."""
+"""The gradients that a rank's steps in a ring add to: of what stays with the rank, and of its keys.
+
+Every region gives shares in new arrays of the accumulation's dtype, which are added up in one launch at the end, as
+kernels that add to what is there wait for it.
+"""
 
 from __future__ import annotations
 
@@ -24,72 +28,98 @@ class RingGradients:
     """The gradients of one rank's call."""
 
     def __init__(self, ring: RingParts, residuals: Mapping[str, Array | None], wanted: frozenset[str]) -> None:
-        self._ring, self._residuals, self._wanted = ring, residuals, wanted
+        self._ring, self._wanted = ring, wanted
+        self._residuals = residuals
         self._xp, call = interop.namespace_of(ring.q), ring.call
-        self._here = {name: self._xp.zeros(x.shape, call.accum) for name, x in call.extras.items()}
+        self._extras = {name: self._xp.zeros(x.shape, call.accum) for name, x in call.extras.items()}
         if "sink" in wanted:
             dout, out, lse, dlse = (residuals[name] for name in RESIDUALS)
-            self._here["sink"] = gradient_of_sink(call.options.sink, ring.in_sequences(), (dout, out, lse, dlse))
-        if "q" in wanted:
-            self._here["q"] = self._xp.zeros(ring.q.shape, call.accum)
+            self._extras["sink"] = gradient_of_sink(call.options.sink, ring.in_sequences(), (dout, out, lse, dlse))
         self.of_keys: list[str] = [name for name in ("k", "v") if name in wanted]
-        self._shares: dict[str, list[PartialResult]] = {name: [] for name in self.of_keys}
+        self._shares: dict[str, list[PartialResult]] = {name: [] for name in ("q", "k", "v") if name in wanted}
 
-    def zeros_of_keys(self, keys: slice) -> dict[str, Array]:
-        """Return zeros for the shares of the gradients of some of a rank's keys."""
-        return {name: self._zeros(name, keys.stop - keys.start) for name in self.of_keys}
+    def add_own(self, step: Step) -> None:
+        """Add the shares of this rank's own keys."""
+        for name, shares in self._shares_of(step).items():
+            for share in shares:
+                self._keep(name, share)
 
-    def add(self, step: Step, of_keys: Mapping[str, Array]) -> None:
-        """Add a step's shares to the gradients of what stays here, and to those of the keys."""
-        for region in step.regions:
-            self._add_region(region, step, of_keys)
+    def shares_of_keys(self, step: Step) -> list[Array]:
+        """Return a step's shares of the gradients of another rank's keys, which begin with the first that is seen."""
+        found = []
+        for name, shares in self._shares_of(step).items():
+            rows = step.keys.stop - step.keys.start
+            if len(shares) == 1 and shares[0].x.shape[-3] == rows:
+                found.append(shares[0].x)
+                continue
+            total = self._empty(name, rows, self._ring.call.accum)
+            sum_parts([share._replace(first_row=share.first_row - step.keys.start) for share in shares], total)
+            found.append(total)
+        return found
 
-    def keep(self, first: int, given: Sequence[Array]) -> None:
-        """Keep shares of the keys' gradients, which begin at this rank's row `first`."""
-        for name, x in zip(self._shares, given, strict=True):
-            self._shares[name].append(PartialResult(x, None, first))
-            if len(self._shares[name]) == _MOST_SHARES:
-                total = self._zeros(name, getattr(self._ring, name).shape[-3])
-                sum_parts(self._shares[name], total)
-                self._shares[name] = [PartialResult(total, None, 0)]
+    def keep_shares(self, first: int, given: Sequence[Array]) -> None:
+        """Keep what another rank found for this rank's keys from row `first` on."""
+        for name, x in zip(self.of_keys, given, strict=True):
+            self._keep(name, PartialResult(x, None, first))
 
     def total(self, is_rounded: bool) -> Steps[dict[str, Array]]:
-        """Return the wanted gradients by name."""
-        ring, found = self._ring, self._here
+        """Return the wanted gradients by name; with `is_rounded` those of q, k and v have their dtypes."""
+        ring, found = self._ring, self._extras
         for name in ring.call.extras:
             if name in self._wanted:
                 found[name] = yield from ring.comm.summing(found[name])
-        for name in self.of_keys:
+        for name, shares in self._shares.items():
             like = getattr(ring, name)
-            found[name] = self._xp.empty(like.shape, like.dtype if is_rounded else ring.call.accum)
-            sum_parts(self._shares[name], found[name])
+            found[name] = self._empty(name, like.shape[-3], like.dtype if is_rounded else ring.call.accum)
+            sum_parts(shares, found[name])
         return {name: x for name, x in found.items() if name in self._wanted}
 
-    def _zeros(self, name: str, rows: int) -> Array:
+    def _empty(self, name: str, rows: int, dtype: Any) -> Array:
         like = getattr(self._ring, name)
-        return self._xp.zeros((*like.shape[:-3], rows, *like.shape[-2:]), self._ring.call.accum)
+        return self._xp.empty((*like.shape[:-3], rows, *like.shape[-2:]), dtype)
 
-    def _add_region(self, region: Region, step: Step, of_keys: Mapping[str, Array]) -> None:
-        """Add a region's shares, by launches that an earlier call has made where there are such."""
+    def _keep(self, name: str, share: PartialResult) -> None:
+        shares = self._shares[name]
+        shares.append(share)
+        if len(shares) == _MOST_SHARES:
+            total = self._empty(name, getattr(self._ring, name).shape[-3], self._ring.call.accum)
+            sum_parts(shares, total)
+            self._shares[name] = [PartialResult(total, None, 0)]
+
+    def _shares_of(self, step: Step) -> dict[str, list[PartialResult]]:
+        """Add a step's shares to the gradients of what stays here; return those of the keys."""
+        ring = self._ring
+        of_keys: dict[str, list[PartialResult]] = {name: [] for name in self.of_keys}
+        for region in step.regions:
+            for name, x in self._found(region, step).items():
+                if name == "q":
+                    self._keep("q", PartialResult(ring.without_batch(region, x), None, region.queries.begin))
+                elif name in of_keys:
+                    of_keys[name].append(PartialResult(ring.without_batch(region, x), None, region.keys.begin))
+                else:
+                    self._add_extra(name, region, x)
+        return of_keys
+
+    def _add_extra(self, name: str, region: Region, share: Array) -> None:
+        total = self._extras[name]
+        is_by_sequence = name == "alibi_slopes" and self._ring.edges is not None and total.ndim == 2
+        if is_by_sequence and len(total) > 1:
+            total[region.sequence] += share[0]
+        else:
+            total += share.reshape(total.shape)
+
+    def _found(self, region: Region, step: Step) -> dict[str, Array]:
+        """Return a region's gradients, by launches that an earlier call has made where there are such."""
         ring, wanted = self._ring, self._wanted - {"sink"}
         residuals = {name: x for name, x in self._residuals.items() if x is not None}
-        into = {**({"q": self._here["q"]} if "q" in wanted else {}), **of_keys}
-        arrays = {**ring.arrays_of(step), **residuals, **{f"d{name}": x for name, x in into.items()}}
-        kind = "backward", step.source, region, tuple(sorted(wanted)), "dlse" in residuals
-        if ring.launches.again(kind, arrays) is not None:
-            return
-        part = ring.part(region, step)
-        found = part.backward(*self._rows_of(region), wanted, self._targets_of(region, step, into))
-        others = found.keys() - into.keys()
-        if not others:
-            ring.launches.note(kind, part, arrays)
-        for name in others:
-            share, total = found[name], self._here[name]
-            is_by_sequence = name == "alibi_slopes" and ring.edges is not None and total.ndim == 2
-            if is_by_sequence and len(total) > 1:
-                total[region.sequence] += share[0]
-            else:
-                total += share.reshape(total.shape)
+        arrays = ring.arrays_of(step) | residuals
+        kind = "backward", step.source, region
+        found = ring.launches.again(kind, arrays)
+        if found is None:
+            part = ring.part(region, step)
+            found = part.backward(*self._rows_of(region), wanted)
+            ring.launches.note(kind, part, arrays, found)
+        return found
 
     def _rows_of(self, region: Region) -> tuple[Array, Array, Array, Array | None]:
         """Return a region's rows of dout, out, lse and dlse."""
@@ -99,9 +129,3 @@ class RingGradients:
         dout, out = (ring.with_batch(region, x[..., rows, :, :]) for x in (dout, out))
         lse, dlse = (None if x is None else ring.with_batch(region, x[..., rows]) for x in (lse, dlse))
         return dout, out, lse, dlse
-
-    def _targets_of(self, region: Region, step: Step, into: Mapping[str, Array]) -> dict[str, Array]:
-        """Return a region's rows of the gradients that it is added to."""
-        keys = region.keys_from(step.keys.start)
-        rows = {"q": region.queries.rows, "k": keys, "v": keys}
-        return {name: self._ring.with_batch(region, x[..., rows[name], :, :]) for name, x in into.items()}

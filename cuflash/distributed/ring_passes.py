@@ -14,9 +14,11 @@ import numpy as np
 
 from cuflash import interop
 from cuflash.distributed.communicators import Communicator, Pending
+from cuflash.distributed.order import Stretch
+from cuflash.distributed.pieces import Pieces, rows_of_heads
 from cuflash.distributed.regions import Region, halves_of, keys_seen
 from cuflash.distributed.ring_gradients import RingGradients
-from cuflash.distributed.ring_parts import RingParts, Step, rows_of
+from cuflash.distributed.ring_parts import RingParts, Step
 from cuflash.distributed.steps import Steps
 from cuflash.frontend.partial import merge_parts
 from cuflash.problem.attention_problem import PartialResult
@@ -64,21 +66,18 @@ class Ring(RingParts):
         gradients = RingGradients(self, residuals, wanted)
         own = self.own_step()
         first, last = halves_of(own.regions, self.window[1] is not None and self.window[1] <= 0)
-        own_shares = gradients.zeros_of_keys(own.keys)
-        gradients.add(own._replace(regions=first), own_shares)
+        gradients.add_own(own._replace(regions=first))
         yield True
         self._send_keys(ready)
         steps, arriving = self._arriving_steps(), self._arriving_shares(gradients)
         while (step := (yield from steps.next())) is not None:
-            shares = gradients.zeros_of_keys(step.keys)
-            gradients.add(step, shares)
+            shares = gradients.shares_of_keys(step)
             if shares:
-                comm.send(tuple(shares.values()), step.source, _SHARES)
+                comm.send(shares, step.source, _SHARES)
             yield True
             yield from arriving.until((comm.rank - step.source) % comm.world)
         # The own keys' shares need not travel, so that those of other ranks' keys do meanwhile.
-        gradients.add(own._replace(regions=last), own_shares)
-        gradients.keep(own.keys.start, tuple(own_shares.values()))
+        gradients.add_own(own._replace(regions=last))
         yield True
         yield from arriving.until(comm.world)
         return (yield from gradients.total(is_rounded))
@@ -89,7 +88,9 @@ class Ring(RingParts):
         for distance in range(1, comm.world):
             reader = (comm.rank + distance) % comm.world
             if regions := self.regions(reader, comm.rank):
-                comm.send(rows_of((self.k, self.v), keys_seen(regions)), reader, _KEYS, ready)
+                keys = keys_seen(regions)
+                places = (Stretch(0, keys.stop - keys.start, keys.start, 1),)
+                comm.send(Pieces((self.k, self.v), rows_of_heads(("k", "v"), places, None)), reader, _KEYS, ready)
 
     def _arriving_steps(self) -> _Arriving:
         """Return the steps over other ranks' keys of which this rank's queries see some."""
@@ -170,4 +171,4 @@ class _Shares:
     def _add(self, most_left: int) -> None:
         while len(self._pending) > most_left:
             first, pending = self._pending.popleft()
-            self._gradients.keep(first, pending.get())
+            self._gradients.keep_shares(first, pending.get())

@@ -9,27 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cuflash import hints, interop
-from cuflash.distributed.agreement import Described, Proposal, agree, check_options, describe, propose, telling
+from cuflash.distributed.agreement import Described, Proposal, agree, propose, telling
 from cuflash.distributed.block_sums import BlockSums
-from cuflash.distributed.call import adopt
-from cuflash.distributed.checks import check_edges, check_problem
 from cuflash.distributed.communicators import Communicator, check_communicator
 from cuflash.distributed.products import product
+from cuflash.distributed.projected_call import VJP, ProjectedCall, proposed
 from cuflash.distributed.steps import Steps
 from cuflash.frontend.call import Gradients
-from cuflash.frontend.partial import Part
-from cuflash.problem import checks
-from cuflash.problem.attention_problem import AttentionProblem, Place
-from cuflash.problem.fp8 import refuse_gradients
-from cuflash.problem.gradients import check_like, extras_of
-from cuflash.problem.make import make_problem
-from cuflash.problem.options import Options
+from cuflash.problem.gradients import check_like
 from cuflash.problem.own_rules import is_operand
 from cuflash.typing import ArrayT
 
@@ -41,7 +34,6 @@ if TYPE_CHECKING:
 Array = Any
 # A call is cut into so many blocks: the first block's attention and the last one's sum hide behind nothing.
 MOST_BLOCKS = 8
-_VJP = "attention_allreduce_vjp"
 # Fewer rows (of all sequences together) than these leave a GPU idle, and a link waiting for the latency of messages.
 LEAST_ROWS = 1024
 # Blocks of one sequence end where tiles of the kernels do.
@@ -160,7 +152,7 @@ def attention_allreduce_vjp(
     ...     list(pool.map(rank, cuflash.distributed.threads(2)))
     [(1, 8, 5), (1, 8, 5)]
     """
-    y, residuals = _forward(_VJP, (q, k, v, w_out), comm, cu_seqlens, options)
+    y, residuals = _forward(VJP, (q, k, v, w_out), comm, cu_seqlens, options)
 
     def backward(dy: ArrayT) -> tuple[ArrayT, ...]:
         """Return the gradients of this rank's inputs."""
@@ -168,59 +160,6 @@ def attention_allreduce_vjp(
 
     backward.__qualname__ = "backward"  # as messages of Python call it
     return y, backward
-
-
-@dataclass(frozen=True)
-class _Call:
-    """One rank's call, whose checked arrays of NumPy or CuPy have this rank's heads."""
-
-    library: interop.Library
-    comm: Communicator
-    q: Array
-    k: Array
-    v: Array
-    w_out: Array
-    options: Options
-    problem: AttentionProblem
-    edges: list[int] | None  # where packed sequences begin and end, within the arrays
-    first_head: int = 0  # of all ranks' query heads
-
-    @property
-    def extras(self) -> dict[str, Array]:
-        """The differentiable options that were given, in the order of their gradients."""
-        return extras_of(self.options)
-
-    @property
-    def _knows_heads(self) -> bool:
-        """Dropout and rules of users' own depend on which of all ranks' heads, and which sequences, these are."""
-        options = self.options
-        return bool(options.dropout_p) or options.score_mod is not None or options.mask_mod is not None
-
-    @property
-    def projection(self) -> Array:
-        """w_out as a contiguous matrix (heads * head_dim_v, model)."""
-        xp = interop.namespace_of(self.w_out)
-        return xp.ascontiguousarray(self.w_out).reshape(-1, self.w_out.shape[-1])
-
-    def part(self, first: int, stop: int) -> Part:
-        """Return the part of some queries of all sequences of a padded batch, or of some packed sequences."""
-        if self.edges is not None:
-            return self._packed_part(first, stop)
-        seqlen_q, seqlen_k = self.problem.seqlen_q, self.problem.seqlen_k
-        first_head = self.first_head if self._knows_heads else 0
-        place = Place(first_q=first, first_head=first_head, diagonal=seqlen_k - seqlen_q)
-        return Part(self.q[:, first:stop], self.k, self.v, self.options, place)
-
-    def _packed_part(self, first: int, stop: int) -> Part:
-        assert self.edges is not None
-        edges = self.edges[first : stop + 1]
-        rows = slice(edges[0], edges[-1])
-        slopes, options = self.options.alibi_slopes, self.options
-        if slopes is not None and slopes.ndim == 2 and len(slopes) > 1:
-            options = replace(options, alibi_slopes=slopes[first:stop])
-        cu_seqlens = interop.namespace_of(self.q).asarray(np.subtract(edges, edges[0]), np.int32)
-        place = Place(first_head=self.first_head, first_batch=first) if self._knows_heads else Place()
-        return Part(self.q[rows], self.k[rows], self.v[rows], options, place, cu_seqlens)
 
 
 def blocks_of(num_rows: Sequence[int], most: int) -> list[tuple[int, int]]:
@@ -235,7 +174,7 @@ def blocks_of(num_rows: Sequence[int], most: int) -> list[tuple[int, int]]:
     return blocks
 
 
-def _blocks(call: _Call) -> list[tuple[int, int]]:
+def _blocks(call: ProjectedCall) -> list[tuple[int, int]]:
     """Return ranges of queries, or of packed sequences."""
     # ALiBi and dropout depend on a part's place, which the portable kernels alone take (`has_place` of their HANDLES).
     # On a GPU all rows are therefore computed at once: the kernels for tensor cores run unless the heads themselves
@@ -254,19 +193,21 @@ def _blocks(call: _Call) -> list[tuple[int, int]]:
 
 def _forward(
     what: str, arrays: tuple[Any, Any, Any, Any], comm: Communicator, cu_seqlens: Any, keywords: Mapping[str, Any]
-) -> tuple[Any, tuple[_Call, Array, Array]]:
+) -> tuple[Any, tuple[ProjectedCall, Array, Array]]:
     check_communicator(comm)
-    proposal = propose(comm, lambda: _prepared(what, arrays, comm, cu_seqlens, keywords))
+    proposal = proposed(what, arrays, comm, cu_seqlens, keywords)
     home: AbstractContextManager[Any] = nullcontext()
     if proposal.prepared is not None:
         home = interop.on_stream_of(proposal.prepared.library, proposal.prepared.q)
     with home:
-        call, y, out, lse = comm.run(_steps_forward(comm, proposal))
+        call, y, out, lse = comm.run(_steps_forward(comm, proposal, keeps_residuals=what == VJP))
         return call.library.release(y), (call, out, lse)
 
 
-def _steps_forward(comm: Communicator, proposal: Proposal[_Call]) -> Steps[tuple[_Call, Array, Array, Array]]:
-    """Return the call, y, and out and lse of this rank's heads."""
+def _steps_forward(
+    comm: Communicator, proposal: Proposal[ProjectedCall], *, keeps_residuals: bool
+) -> Steps[tuple[ProjectedCall, Array, Array, Array]]:
+    """Return the call, y, and out and lse of this rank's heads, which hold nothing unless they are kept."""
     call, heads = yield from agree(comm, proposal)
     call = replace(call, first_head=sum(heads[: comm.rank]))
     with telling(comm):
@@ -274,16 +215,19 @@ def _steps_forward(comm: Communicator, proposal: Proposal[_Call]) -> Steps[tuple
         packed = call.edges is not None
         # The blocks of a padded batch lie one behind the other, each with its queries of all sequences.
         by_block = xp.zeros((int(np.prod(q.shape[:-2])), model), q.dtype)
-        out = xp.zeros((*q.shape[:-1], call.v.shape[-1]), q.dtype)
-        lse = xp.full((*q.shape[:-3], q.shape[-2], q.shape[-3]), -np.inf, call.problem.accum_dtype)
+        rows_kept = q.shape[-3] if keeps_residuals else 0
+        out = xp.zeros((*q.shape[:-3], rows_kept, q.shape[-2], call.v.shape[-1]), q.dtype)
+        lse = xp.full((*q.shape[:-3], q.shape[-2], rows_kept), -np.inf, call.problem.accum_dtype)
         projection = call.projection
         lead = call.edges[0] if call.edges is not None else 0
         sums = BlockSums(comm, by_block[lead:])
         blocks = _blocks(call)
         for first, stop in blocks:
             rows = slice(call.edges[first], call.edges[stop]) if call.edges is not None else slice(first, stop)
-            own_out, own_lse = call.part(first, stop).forward(rounded=True)
-            out[..., rows, :, :], lse[..., rows] = own_out, own_lse
+            found = call.forward_of(first, stop)
+            own_out = found["out"]
+            if keeps_residuals:
+                out[..., rows, :, :], lse[..., rows] = own_out, found["lse"]
             with np.errstate(all="ignore"):
                 projected = product(own_out.reshape(-1, len(projection)), projection)
             yield from sums.add(projected)
@@ -305,7 +249,7 @@ def _in_sequences(by_block: Array, blocks: Sequence[tuple[int, int]], batch: int
     return interop.namespace_of(by_block).concatenate(pieces, axis=1)
 
 
-def _backward(residuals: tuple[_Call, Array, Array], dy: Any) -> Gradients:
+def _backward(residuals: tuple[ProjectedCall, Array, Array], dy: Any) -> Gradients:
     call, out, lse = residuals
 
     def prepare() -> tuple[Array, Described]:
@@ -320,7 +264,7 @@ def _backward(residuals: tuple[_Call, Array, Array], dy: Any) -> Gradients:
         return tuple(call.library.release(x) for x in results)
 
 
-def _steps_backward(call: _Call, out: Array, lse: Array, proposal: Proposal[Array]) -> Steps[tuple[Array, ...]]:
+def _steps_backward(call: ProjectedCall, out: Array, lse: Array, proposal: Proposal[Array]) -> Steps[tuple[Array, ...]]:
     adopted, _ = yield from agree(call.comm, proposal)
     with telling(call.comm):
         found, dw_out = _of_heads(call, out, lse, adopted)
@@ -332,7 +276,7 @@ def _steps_backward(call: _Call, out: Array, lse: Array, proposal: Proposal[Arra
     return found["q"], found["k"], found["v"], dw_out.reshape(call.w_out.shape), *extras
 
 
-def _of_heads(call: _Call, out: Array, lse: Array, adopted: Array) -> tuple[dict[str, Array], Array]:
+def _of_heads(call: ProjectedCall, out: Array, lse: Array, adopted: Array) -> tuple[dict[str, Array], Array]:
     """Return the gradients of this rank's heads, and of its rows of the projection."""
     with np.errstate(all="ignore"):
         xp, projection = interop.namespace_of(call.q), call.projection
@@ -346,7 +290,7 @@ def _of_heads(call: _Call, out: Array, lse: Array, adopted: Array) -> tuple[dict
         return _gradients_of_heads(call, dout, out, lse), dw_out
 
 
-def _gradients_of_heads(call: _Call, dout: Array, out: Array, lse: Array) -> dict[str, Array]:
+def _gradients_of_heads(call: ProjectedCall, dout: Array, out: Array, lse: Array) -> dict[str, Array]:
     """Return the gradients of all queries, computed at once, because nothing waits for a block of them."""
     wanted = frozenset(("q", "k", "v", *call.extras))
     if call.edges is None:
@@ -361,53 +305,3 @@ def _gradients_of_heads(call: _Call, dout: Array, out: Array, lse: Array) -> dic
         grad[rows] = found[name]
         found[name] = grad
     return found
-
-
-def _prepared(
-    what: str, arrays: tuple[Any, Any, Any, Any], comm: Communicator, cu_seqlens: Any, keywords: Mapping[str, Any]
-) -> tuple[_Call, Described]:
-    """Return the call as this rank finds it, and what ranks compare of it."""
-    options = check_options(keywords)
-    library = interop.library_of("q", arrays[0])
-    given = dict(zip(("q", "k", "v", "w_out"), arrays, strict=True))
-    adopted, options = adopt(library, given, options)
-    edges = None if cu_seqlens is None else check_edges(cu_seqlens)
-    q, k, v, w_out = (adopted[name] for name in given)
-    if what == _VJP:
-        refuse_gradients(q, k, v)
-    if edges is None:
-        problem = make_problem({"q": q, "k": k, "v": v}, options)
-        checks.check_seed(options.dropout_seed, problem.dropout_p)
-    else:
-        problem = check_problem(q, k, v, options, edges)
-    _check_projection(w_out, problem)
-    own = None if edges is None else np.maximum.accumulate(np.clip(edges, 0, q.shape[0])).tolist()
-    described = (
-        ("function", what),
-        ("length", problem.num_heads_q),
-        ("cu_seqlens", edges),
-        ("q", (q.dtype.name, q.shape[:-2], q.shape[-1])),
-        ("k", (k.shape[:-2], k.shape[-1])),
-        ("v", v.shape[-1]),
-        ("w_out", w_out.shape[1:]),
-        *(_describe(f.name, getattr(options, f.name)) for f in fields(options)),
-    )
-    return _Call(library, comm, q, k, v, w_out, options, problem, own), described
-
-
-def _describe(name: str, value: Any) -> tuple[str, Any]:
-    """Describe an option; slopes and sinks of the ranks may differ in the number of heads, their last axis."""
-    if name in ("alibi_slopes", "sink") and hasattr(value, "shape"):
-        return name, (tuple(value.shape[:-1]), str(value.dtype))
-    return describe(name, value)
-
-
-def _check_projection(w_out: Array, problem: AttentionProblem) -> None:
-    if w_out.dtype.name != problem.dtype:
-        raise TypeError(f"w_out: expected q's dtype {problem.dtype}, got {w_out.dtype.name}")
-    expected = problem.num_heads_q, problem.head_dim_v
-    if w_out.ndim != 3 or tuple(w_out.shape[:2]) != expected:
-        raise ValueError(
-            f"w_out: expected (heads of this rank, head_dim_v, model) = ({expected[0]}, {expected[1]}, *), "
-            f"got {tuple(w_out.shape)}"
-        )

@@ -11,22 +11,24 @@ import json
 import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from math import prod
 from typing import Any
 
 import numpy as np
 
 from cuflash import interop
-from cuflash.distributed.copies import has_wide_rows
+from cuflash.distributed.copies import contiguous_strides, rows_of
 
 Array = Any
 HOST, GPU = "host", "gpu"
+LEAVES = frozenset({type(None), bool, int, float, str, bytes})  # of values, which need no look inside
 NUMBERS = "biufc"  # kinds of dtypes whose bytes are the values
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, unsafe_hash=True)  # frozen ones take thrice as long to make
 class ArrayRef:
-    """The place of an array in a message."""
+    """The place of an array in a message; it never changes."""
 
     where: str  # HOST or GPU
     index: int  # among the message's arrays of that kind
@@ -57,8 +59,8 @@ def mapped(message: Any, change: Callable[[Any], Any]) -> Any:
     return change(message)
 
 
-def detach(message: Any, *, copies_rows: bool = False) -> tuple[Any, list[Array], list[Array]]:
-    """Return the message with an `ArrayRef` for each array, its NumPy arrays and its CuPy arrays.
+def detach(message: Any, *, copies_rows: bool = False) -> tuple[Any, list[Array], list[Array], list[ArrayRef]]:
+    """Return the message with an `ArrayRef` for each array, its NumPy arrays, its CuPy arrays, and the latter's places.
 
     All become contiguous, but for those of CuPy that have wide rows where the link `copies_rows`.
 
@@ -69,28 +71,41 @@ def detach(message: Any, *, copies_rows: bool = False) -> tuple[Any, list[Array]
     """
     host: list[Array] = []
     gpu: list[Array] = []
+    refs: list[ArrayRef] = []
 
     def detached(leaf: Any) -> Any:
-        is_host = isinstance(leaf, np.ndarray)
-        if not is_host and type(leaf).__module__.split(".")[0] != "cupy":
+        kind = type(leaf)
+        if kind in LEAVES:
             return leaf
-        found = host if is_host else gpu
+        if issubclass(kind, (tuple, list)):
+            return kind([detached(part) for part in leaf])
+        where = _where_of(kind)  # type: ignore[arg-type]
+        if where is None:
+            return leaf
         strides = None
         if not leaf.flags.c_contiguous:
-            if not is_host and copies_rows and has_wide_rows(leaf):
-                strides = tuple(leaf.strides)
+            if where is GPU and copies_rows and _has_wide_rows(leaf.shape, leaf.strides, leaf.itemsize):
+                strides = leaf.strides
             else:
                 leaf = leaf.copy(order="C")
+        found = host if where is HOST else gpu
+        ref = ArrayRef(where, len(found), _dtype_name(leaf.dtype), leaf.shape, strides)
         found.append(leaf)
-        return ArrayRef(HOST if is_host else GPU, len(found) - 1, _dtype_name(leaf), tuple(leaf.shape), strides)
+        if where is GPU:
+            refs.append(ref)
+        return ref
 
-    return mapped(message, detached), host, gpu
+    return detached(message), host, gpu, refs
 
 
 def attach(message: Any, host: list[Array], gpu: list[Array]) -> Any:
     """Undo `detach`."""
-    arrays = {HOST: host, GPU: gpu}
-    return mapped(message, lambda leaf: arrays[leaf.where][leaf.index] if isinstance(leaf, ArrayRef) else leaf)
+    kind = type(message)
+    if kind is ArrayRef:
+        return (host if message.where == HOST else gpu)[message.index]
+    if issubclass(kind, (tuple, list)):
+        return kind([attach(part, host, gpu) for part in message])
+    return message
 
 
 def refs_of(message: Any, where: str) -> list[ArrayRef]:
@@ -115,8 +130,30 @@ def bytes_of(x: Array) -> memoryview:
     return memoryview(x.reshape(-1).view(np.uint8))
 
 
-def _dtype_name(x: Array) -> str:
-    dtype = x.dtype
+def no_value(value: Any) -> TypeError:
+    """Return the error of what does not travel."""
+    return TypeError(
+        "value: expected None, bools, numbers, strings, bytes, and tuples, lists and dicts of such, "
+        f"got {type(value).__name__}"
+    )
+
+
+@cache
+def _where_of(kind: type) -> str | None:
+    """Return where arrays of a class are; None of what are no arrays."""
+    if issubclass(kind, np.ndarray):
+        return HOST
+    return GPU if kind.__module__.split(".")[0] == "cupy" else None
+
+
+@lru_cache(256)
+def _has_wide_rows(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
+    """Return True if an array can be copied as it lies into a contiguous one."""
+    return rows_of(shape, itemsize, contiguous_strides(shape, itemsize), strides) is not None
+
+
+@cache
+def _dtype_name(dtype: Any) -> str:
     if dtype.name == "bfloat16":
         return "bfloat16"
     if dtype.kind in NUMBERS and dtype.type.__module__ == "numpy":
@@ -145,10 +182,7 @@ def _marked(value: Any) -> Any:
     if isinstance(value, ArrayRef):
         strides = None if value.strides is None else list(value.strides)
         return {"array": [value.where, value.index, value.dtype, list(value.shape), strides]}
-    raise TypeError(
-        "value: expected None, bools, numbers, strings, bytes, and tuples, lists and dicts of such, "
-        f"got {type(value).__name__}"
-    )
+    raise no_value(value)
 
 
 def _unmarked(value: Any) -> Any:

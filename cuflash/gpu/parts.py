@@ -10,8 +10,9 @@ import numpy as np
 
 from cuflash.cuda import device as cuda_device
 from cuflash.cuda.struct import Member, Struct
+from cuflash.gpu.arguments import BoundLaunch
 from cuflash.gpu.kernels import load
-from cuflash.hardware import WARP
+from cuflash.hardware import HALF_BYTES, WARP
 from cuflash.kept import kept
 from cuflash.plan.config import CPP_TYPES
 from cuflash.problem.attention_problem import Array, PartialResult
@@ -67,28 +68,54 @@ def sum_parts(parts: Sequence[PartialResult], total: Array) -> None:
 
 def _launch(entry: str, parts: Sequence[PartialResult], result: Array, lse: Array | None) -> None:
     device = cuda_device.device_of(result)
-    params = np.zeros(1, _PARAMS.dtype)
-    p = params[0]
-    for number, part in enumerate(parts):
-        own_lse = 0 if part.lse is None else device.pointer(part.lse)
-        p["parts"][number] = (device.pointer(part.x), own_lse, part.first_row, part.x.shape[-3])
-    p["batch"] = math.prod(result.shape[:-3])
-    p["rows"], p["heads"], p["columns"] = result.shape[-3:]
-    p["result"], p["lse"] = device.pointer(result), 0 if lse is None else device.pointer(lse)
-    p["num_parts"] = len(parts)
-    warps = math.prod(result.shape[:-1])
-    if warps:
-        accum = parts[0].x.dtype.name if parts else "float32"
-        kernel = _kernel_of(entry, accum, result.dtype.name, device)
-        kernel((math.ceil(warps / (_THREADS // WARP)),), (_THREADS,), (params,))
+    if not math.prod(result.shape[:-1]):
+        return
+    # Without parts lse tells; without lse either, zeros are zeros in any dtype.
+    like = parts[0].x if parts else result if lse is None else lse
+    accum = like.dtype.name if like.dtype.itemsize > HALF_BYTES else "float32"
+    rows = tuple([(part.first_row, part.x.shape[-3]) for part in parts])
+    launch = _bound(entry, accum, result.dtype.name, result.shape, rows, device)
+    addresses = [device.pointer(result), 0 if lse is None else device.pointer(lse)]
+    for part in parts:
+        addresses += (device.pointer(part.x), 0 if part.lse is None else device.pointer(part.lse))
+    launch.enqueue_in_order(addresses, None, device.stream())
 
 
 @kept
-def _kernel_of(entry: str, accum: str, result: str, device: cuda_device.Device) -> cuda_device.LoadedKernel:
+def _bound(
+    entry: str,
+    accum: str,
+    result: str,
+    shape: tuple[int, ...],
+    rows: tuple[tuple[int, int], ...],
+    device: cuda_device.Device,
+) -> BoundLaunch:
+    """Return the launch for a result of a dtype and shape, and parts with a first row and so many rows each."""
     constants: dict[str, Any] = {
         "accum": CPP_TYPES[accum],
         "result": CPP_TYPES[result],
         "max_parts": _MAX_PARTS,
         "threads": _THREADS,
     }
-    return load("around/merge_parts", entry, constants, device, generated=_HEADERS)
+    kernel = load("around/merge_parts", entry, constants, device, generated=_HEADERS)
+    params = np.zeros(1, _PARAMS.dtype)
+    p = params[0]
+    for number, (first_row, count) in enumerate(rows):
+        p["parts"][number] = (0, 0, first_row, count)
+    p["batch"] = math.prod(shape[:-3])
+    p["rows"], p["heads"], p["columns"] = shape[-3:]
+    p["num_parts"] = len(rows)
+    warps = math.prod(shape[:-3]) * math.ceil(shape[-3] / WARP) * shape[-2]  # one for each 32 rows of a head
+    blocks = math.ceil(warps / (_THREADS // WARP))
+    words = [_word("result"), _word("lse")]
+    for number in range(len(rows)):
+        first = _word("parts") + number * _PART.itemsize // 8
+        words += [first, first + 1]  # of x and lse
+    return BoundLaunch((params,), words, kernel.bound((blocks,), (_THREADS,), [params.nbytes], 0))
+
+
+def _word(name: str) -> int:
+    """Return the place of a pointer in the parameter struct, in words of eight bytes."""
+    fields = _PARAMS.dtype.fields
+    assert fields is not None
+    return fields[name][1] // 8

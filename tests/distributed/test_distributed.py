@@ -69,9 +69,10 @@ def test_rounds_have_all_heads_once() -> None:
                 continue  # KV heads of several ranks have one round
             held = sorted(head for heads in rounds for share in heads for head in range(share.first, share.stop))
             assert held == list(range(kv * group))
-    assert dealing.num_rounds_of(dealing.shares_of(16, 16, 4), 4 * 8192) == 4
-    assert dealing.num_rounds_of(dealing.shares_of(16, 2, 4), 4 * 8192) == 1
-    assert dealing.num_rounds_of(dealing.shares_of(16, 16, 4), 128) == 1
+    long, short = (131072**2 * 128, 8192**2 * 128)  # rows of queries and keys, columns
+    assert dealing.num_rounds_of(dealing.shares_of(16, 16, 4), long) == 4
+    assert dealing.num_rounds_of(dealing.shares_of(16, 2, 4), long) == 1
+    assert dealing.num_rounds_of(dealing.shares_of(16, 16, 4), short) == 1
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])

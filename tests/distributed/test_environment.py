@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cases import gaussian
 from hypothesis import given
-from hypothesis import strategies as st
+from rank_values import VALUES, same
 
 from cuflash.distributed import wire
 from cuflash.distributed.environment import is_launched, ranks_of
@@ -107,26 +107,6 @@ def test_tokens_tell_jobs_apart() -> None:
     assert ranks_of(PLAIN).token == ranks_of({**PLAIN, "RANK": "2", "LOCAL_RANK": "0"}).token
 
 
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
-    lambda inner: (
-        st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(st.text() | st.tuples(st.integers()), inner)
-    ),
-    max_leaves=12,
-)
-
-
-def same(a: Any, b: Any) -> bool:
-    """Return True for values that are equal and of the same types all the way down."""
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, (tuple, list)):
-        return len(a) == len(b) and all(map(same, a, b))
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    return bool(a == b)
-
-
 @given(VALUES)
 def test_values_come_back(value: Any) -> None:
     assert same(wire.decode(wire.encode(value)), value)
@@ -166,8 +146,8 @@ def test_arrays_come_back(dtype: str, shape: tuple[int, ...]) -> None:
     of_kind = gaussian(rng, (), "bfloat16").dtype if dtype == "bfloat16" else np.dtype(dtype)
     x = gaussian(rng, shape, "float32").astype(of_kind)
     x = x[..., ::2] if shape else x
-    message, host, gpu = wire.detach([x, ("text", x)])
-    assert not gpu
+    message, host, gpu, refs = wire.detach([x, ("text", x)])
+    assert not gpu and not refs
     sent = wire.decode(wire.encode(message))
     arrays = [wire.empty(ref) for ref in wire.refs_of(sent, wire.HOST)]
     for array, source in zip(arrays, host, strict=True):

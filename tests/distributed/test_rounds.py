@@ -77,7 +77,7 @@ class Comm(ProcessCommunicator):
         if to == self.rank:
             super().send(message, to, tag, ready)
             return
-        detached, host, _ = wire.detach((tag, message))
+        detached, host, *_ = wire.detach((tag, message))
         detached = wire.mapped(
             detached, lambda x: wire.ArrayRef("gpu", x.index, x.dtype, x.shape) if isinstance(x, wire.ArrayRef) else x
         )

@@ -236,6 +236,39 @@ def stop(comm: Any) -> Any:
     comm.exchange([np.zeros(32 << 20, np.uint8)] * comm.world)
 
 
+def hammer(comm: Any, count: int) -> Any:
+    """Send all ranks messages of all sizes with two tags, take those of the second tag first, and gather in between."""
+    rng = np.random.default_rng(7)
+    sizes = [int(size) for size in rng.choice([0, 10, 1000, 5000, 50_000], count)]
+    others = [rank for rank in range(comm.world) if rank != comm.rank]
+    for n, size in enumerate(sizes):
+        for to in others:
+            comm.send((n, np.full(size, n % 100, np.int8), "x" * (size // 2)), to, n % 2)
+        if n % 10 == 0:
+            assert comm.all_gather((comm.rank, n)) == [(rank, n) for rank in range(comm.world)]
+    for tag in (1, 0):
+        for n in range(tag, count, 2):
+            for source in others:
+                number, x, text = comm.receive(source, tag)
+                assert number == n and x.size == sizes[n] and (x == n % 100).all() and len(text) == sizes[n] // 2
+    for n in range(5 * count):
+        assert comm.all_gather(n) == [n] * comm.world
+    comm.barrier()
+    return comm._link.mailboxes is not comm._mesh
+
+
+def die_in_the_middle(comm: Any, full: bool) -> Any:
+    """Kill one rank, for which the other one waits, or to which it sends without an end."""
+    comm.barrier()
+    if comm.rank == 1:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if full:
+        for _ in range(2000):
+            comm.send(b"x" * 100, 1)
+    comm.receive(1)
+
+
 def leave(comm: Any) -> Any:
     """Let one rank's program end without a call; what it sent before arrives."""
     comm.send(np.ones(1 << 20), (comm.rank + 1) % comm.world)
