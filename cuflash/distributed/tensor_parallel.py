@@ -1,12 +1,13 @@
 """Attention whose heads are spread over ranks, with the projection behind it, whose results are summed over them.
 
-The queries are cut into blocks: while a block's projected rows are summed over the ranks, the next block's attention is
-computed. A rank needs nothing of the others in the backward pass: ``y = sum over ranks of out @ w_out``, so that ``dy``
-gives the gradients of its own heads (Shoeybi et al., "Megatron-LM", 2019).
+The queries are cut into blocks: while a block's rows are exchanged and projected (`projected_blocks`), the next block's
+attention is computed. A rank needs nothing of the others in the backward pass: ``y = sum over ranks of
+out @ w_out``, so that ``dy`` gives the gradients of its own heads (Shoeybi et al., "Megatron-LM", 2019).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -16,9 +17,9 @@ import numpy as np
 
 from cuflash import hints, interop
 from cuflash.distributed.agreement import Described, Proposal, agree, propose, telling
-from cuflash.distributed.block_sums import BlockSums
 from cuflash.distributed.communicators import Communicator, check_communicator
 from cuflash.distributed.products import product
+from cuflash.distributed.projected_blocks import ProjectedBlocks
 from cuflash.distributed.projected_call import VJP, ProjectedCall, proposed
 from cuflash.distributed.steps import Steps
 from cuflash.frontend.call import Gradients
@@ -32,8 +33,11 @@ if TYPE_CHECKING:
     from cuflash.problem.options import OptionKeywords
 
 Array = Any
-# A call is cut into so many blocks: the first block's attention and the last one's sum hide behind nothing.
-MOST_BLOCKS = 8
+# A call is cut into so many blocks: the first block's attention and the last one's messages hide behind nothing.
+MOST_BLOCKS = 4
+# A block costs the host some tenths of a millisecond. A GPU computes a block of less work (pairs of queries and keys,
+# times heads and columns) sooner, and would wait for the host.
+LEAST_WORK_OF_BLOCK = 1 << 38
 # Fewer rows (of all sequences together) than these leave a GPU idle, and a link waiting for the latency of messages.
 LEAST_ROWS = 1024
 # Blocks of one sequence end where tiles of the kernels do.
@@ -183,12 +187,16 @@ def _blocks(call: ProjectedCall) -> list[tuple[int, int]]:
     if needs_place and not isinstance(call.q, np.ndarray):
         count = call.problem.seqlen_q if call.edges is None else len(call.edges) - 1
         return [(0, count)] if count else []
+    most = MOST_BLOCKS
+    if not isinstance(call.q, np.ndarray):
+        work = math.prod(call.q.shape) * call.problem.seqlen_k
+        most = max(1, min(most, work // LEAST_WORK_OF_BLOCK))
     if call.edges is not None:
-        return blocks_of(np.diff(call.edges).tolist(), MOST_BLOCKS)
+        return blocks_of(np.diff(call.edges).tolist(), most)
     seqlen, batch = call.problem.seqlen_q, call.problem.batch
     starts = range(0, seqlen, _ROWS_OF_TILES)
     tiles = [min(_ROWS_OF_TILES, seqlen - start) * batch for start in starts]
-    return [(a * _ROWS_OF_TILES, min(b * _ROWS_OF_TILES, seqlen)) for a, b in blocks_of(tiles, MOST_BLOCKS)]
+    return [(a * _ROWS_OF_TILES, min(b * _ROWS_OF_TILES, seqlen)) for a, b in blocks_of(tiles, most)]
 
 
 def _forward(
@@ -218,9 +226,9 @@ def _steps_forward(
         rows_kept = q.shape[-3] if keeps_residuals else 0
         out = xp.zeros((*q.shape[:-3], rows_kept, q.shape[-2], call.v.shape[-1]), q.dtype)
         lse = xp.full((*q.shape[:-3], q.shape[-2], rows_kept), -np.inf, call.problem.accum_dtype)
-        projection = call.projection
         lead = call.edges[0] if call.edges is not None else 0
-        sums = BlockSums(comm, by_block[lead:])
+        projected = ProjectedBlocks(comm, heads, xp.ascontiguousarray(call.w_out), by_block[lead:])
+        yield from projected.begin()
         blocks = _blocks(call)
         for first, stop in blocks:
             rows = slice(call.edges[first], call.edges[stop]) if call.edges is not None else slice(first, stop)
@@ -228,10 +236,8 @@ def _steps_forward(
             own_out = found["out"]
             if keeps_residuals:
                 out[..., rows, :, :], lse[..., rows] = own_out, found["lse"]
-            with np.errstate(all="ignore"):
-                projected = product(own_out.reshape(-1, len(projection)), projection)
-            yield from sums.add(projected)
-        yield from sums.finish()
+            yield from projected.add(own_out.reshape(-1, *own_out.shape[-2:]))
+        yield from projected.finish()
         y = by_block if packed else _in_sequences(by_block, blocks, *q.shape[:2])
         yield from comm.finishing()
     return call, y, out, lse
@@ -285,8 +291,8 @@ def _of_heads(call: ProjectedCall, out: Array, lse: Array, adopted: Array) -> tu
         if call.edges is not None:  # rows of no sequence count nowhere, whatever dy holds there
             rows = slice(call.edges[0], call.edges[-1])
             flat_out, of_rows = flat_out[rows], of_rows[rows]
-        dw_out = product(flat_out, of_rows, transposed="a").astype(call.w_out.dtype, copy=False)
-        dout = product(of_rows, projection, transposed="b").astype(call.q.dtype, copy=False)
+        dw_out = product(flat_out, of_rows, transposed="a")
+        dout = product(of_rows, projection, transposed="b")
         return _gradients_of_heads(call, dout, out, lse), dw_out
 
 

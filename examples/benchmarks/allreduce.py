@@ -1,21 +1,20 @@
-"""Attention whose sums over ranks travel behind it, beside the same with the sum at the end.
+"""Attention whose projected sums over ranks travel behind it, beside the same with NCCL's all-reduce at the end.
 
     python examples/benchmarks/allreduce.py [--world 2] [--seqlen 4096 8192 16384] [--commit COMMIT] [--json FILE]
     torchrun --nproc-per-node 2 examples/benchmarks/allreduce.py
 
 `attention_allreduce` of one causal sequence in bfloat16: 32 query heads and 8 KV heads of 128 columns over all ranks,
-and a projection to 4096 columns. `overlap` is as it is, `one block` all queries in one block, whose sum hides behind
-nothing; `compute` is attention and the projection of a rank alone, `sum` the sum over ranks alone, whose share of `one
-block` is given. A time is that of the slowest rank, the median of all calls. Ranks are threads, or the processes of a
-launcher. It needs two GPUs or more.
+and a projection to 4096 columns. `overlap` is this function; `in turn` is attention, the projection and NCCL's
+all-reduce in 16 bits, one after the other; `compute` is attention and the projection of a rank alone, `sum` the
+all-reduce alone, whose share of `in turn` is given. A time is that of the slowest rank, the median of all calls. Ranks
+are threads, or the processes of a launcher. It needs two GPUs or more, and NCCL.
 """
 
 from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,29 +23,31 @@ from ring import random, seconds_of
 
 import cuflash
 from cuflash import distributed
-from cuflash.distributed import tensor_parallel
 from cuflash.distributed.__main__ import run
-from cuflash.distributed.agreement import telling
-from cuflash.distributed.block_sums import BlockSums
 from cuflash.distributed.communicators import Communicator
 from cuflash.distributed.environment import is_launched
 from cuflash.distributed.products import product
-from cuflash.distributed.steps import Steps
 
 HEADS, HEADS_KV, HEAD_DIM, MODEL = 32, 8, 128, 4096
-OVERLAP, ONE_BLOCK, COMPUTE, SUM = "overlap", "one block", "compute", "sum"
-KINDS = (OVERLAP, ONE_BLOCK, COMPUTE, SUM)
+OVERLAP, IN_TURN, COMPUTE, SUM = "overlap", "in turn", "compute", "sum"
+KINDS = (OVERLAP, IN_TURN, COMPUTE, SUM)
 
 
-@contextmanager
-def in_one_block() -> Iterator[None]:
-    """Let calls of all ranks within the context have one block of queries; to be entered where no rank is at work."""
-    before = tensor_parallel.MOST_BLOCKS
-    tensor_parallel.MOST_BLOCKS = 1
-    try:
-        yield
-    finally:
-        tensor_parallel.MOST_BLOCKS = before
+def all_reduce_of(comm: Communicator, xp: Any) -> Callable[[Any], Any]:
+    """A sum over ranks in place: NCCL's, of 16-bit addends; on NumPy arrays the communicator's."""
+    if xp is np:
+        return comm.sum
+    from cupy.cuda import nccl
+
+    unique_id = comm.all_gather(nccl.get_unique_id() if comm.rank == 0 else b"")[0]
+    of_nccl = nccl.NcclCommunicator(comm.world, unique_id, comm.rank)
+
+    def summed(x: Any) -> Any:
+        stream = xp.cuda.get_current_stream().ptr
+        of_nccl.allReduce(x.data.ptr, x.data.ptr, x.size, nccl.NCCL_BFLOAT16, nccl.NCCL_SUM, stream)
+        return x
+
+    return summed
 
 
 def call_of(kind: str, comm: Communicator, seqlen: int, xp: Any) -> Callable[[], Any]:
@@ -61,24 +62,12 @@ def call_of(kind: str, comm: Communicator, seqlen: int, xp: Any) -> Callable[[],
     def compute() -> Any:
         return product(cuflash.attention(q, k, v, causal=True).reshape(-1, len(matrix)), matrix)
 
-    def steps_of_sum() -> Steps[None]:
-        with telling(comm):
-            sums = BlockSums(comm, total)
-            yield from sums.add(own)
-            yield from sums.finish()
-            yield from comm.finishing()
-
-    def of_sum() -> Any:
-        comm.run(steps_of_sum())
-        return total
-
     if kind == COMPUTE:
         return compute
-    if kind == SUM:
-        own = compute()
-        total = xp.empty(own.shape, q.dtype)
-        return of_sum
-    return lambda: distributed.attention_allreduce(q, k, v, w_out, comm, causal=True)
+    if kind == OVERLAP:
+        return lambda: distributed.attention_allreduce(q, k, v, w_out, comm, causal=True)
+    reduced, addend = all_reduce_of(comm, xp), compute()
+    return (lambda: reduced(addend)) if kind == SUM else lambda: reduced(compute())
 
 
 def of_rank(kind: str, comm: Communicator, seqlen: int, rounds: int) -> list[float]:
@@ -93,15 +82,15 @@ def of_rank(kind: str, comm: Communicator, seqlen: int, rounds: int) -> list[flo
 
 def cell_of(world: int, seqlen: int, times: dict[str, float]) -> dict[str, Any]:
     """The figures of one cell."""
-    speed, share = times[ONE_BLOCK] / times[OVERLAP], times[SUM] / times[ONE_BLOCK]
+    speed, share = times[IN_TURN] / times[OVERLAP], times[SUM] / times[IN_TURN]
     cell = {"cell": f"{seqlen} tokens on {world} GPUs", "world": world, "seqlen": seqlen, "seconds": times}
-    return cell | {"of_one_block": speed, "share_of_sum": share}
+    return cell | {"of_in_turn": speed, "share_of_sum": share}
 
 
 def text_of(cell: dict[str, Any]) -> str:
     """One line."""
     times = ", ".join(f"{kind} {1e3 * x:.3f} ms" for kind, x in cell["seconds"].items())
-    ratio = f"{cell['of_one_block']:.3f} times as fast as in one block, of which the sum is {cell['share_of_sum']:.2f}"
+    ratio = f"{cell['of_in_turn']:.3f} times as fast as in turn, of which the sum is {cell['share_of_sum']:.2f}"
     return f"{cell['cell']}: {times}; {ratio}"
 
 
@@ -126,8 +115,7 @@ def main() -> None:
             def work(rank: Communicator, kind: str = kind, seqlen: int = seqlen) -> list[float]:
                 return of_rank(kind, rank, seqlen, args.rounds)
 
-            with in_one_block() if kind == ONE_BLOCK else nullcontext():
-                found = run(world, work, range(world)) if comm is None else comm.all_gather(work(comm))
+            found = run(world, work, range(world)) if comm is None else comm.all_gather(work(comm))
             times[kind] = statistics.median(np.max(found, axis=0).tolist())
         cells.append(cell_of(world, seqlen, times))
         if comm is None or comm.rank == 0:

@@ -25,7 +25,7 @@ OFFLOAD_BARS = (
     ("decode", None, "one query, with the CPU's share: speed of streaming alone", "of_streaming", 1.3),
 )
 ALLREDUCE_FILES = ("allreduce", "allreduce_processes")
-# The bar is for a sum that takes about a third of the time in one block.
+# The bar is for a sum that takes about a third of the time without overlap.
 ALLREDUCE_BAR, ALLREDUCE_SHARE = 1.3, 1 / 3
 RATIOS = {
     "of_link": "of the link",
@@ -60,9 +60,9 @@ def bars(folder: Path) -> list[list[str]]:
         if record is not None and record.cells:
             cell = min(record.cells, key=lambda cell: abs(cell["share_of_sum"] - ALLREDUCE_SHARE))
             what = f"sums over {cell['world']} GPUs behind attention, ranks as {record.facts['ranks']}, where they are "
-            what += "nearest to a third: speed of one block"
+            what += "nearest to a third: speed of all in turn"
             note = f" at {cell['seqlen']} tokens, of which the sum is {cell['share_of_sum']:.2f}"
-            rows.append(_row(what, ALLREDUCE_BAR, [cell["of_one_block"]], note, record))
+            rows.append(_row(what, ALLREDUCE_BAR, [cell["of_in_turn"]], note, record))
     return rows
 
 
@@ -112,8 +112,8 @@ def _offload_table(cells: Sequence[Cell]) -> str:
 
 def _allreduce_table(cells: Sequence[Cell]) -> str:
     kinds = list(cells[0]["seconds"])
-    rows = [["cell", *(f"{kind}, ms" for kind in kinds), "the sum's share of one block", "speed of one block"]]
+    rows = [["cell", *(f"{kind}, ms" for kind in kinds), "the sum's share of all in turn", "speed of all in turn"]]
     for cell in cells:
         times = [f"{1e3 * cell['seconds'][kind]:.3f}" for kind in kinds]
-        rows.append([cell["cell"], *times, f"{cell['share_of_sum']:.2f}", towards(cell["of_one_block"], 2)])
+        rows.append([cell["cell"], *times, f"{cell['share_of_sum']:.2f}", towards(cell["of_in_turn"], 2)])
     return pages.table(rows)

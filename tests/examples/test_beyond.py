@@ -101,25 +101,14 @@ def result_of(script: ModuleType, kind: str, comm: Communicator) -> Any:
     return script.call_of(kind, comm, 400, np)()
 
 
-def test_one_block_and_the_overlap_give_one_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_turn_and_the_overlap_give_one_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     script = load_script("allreduce")
     monkeypatch.setattr(script, "HEAD_DIM", 8)
     monkeypatch.setattr(script, "MODEL", 20)
     monkeypatch.setattr(tensor_parallel, "LEAST_ROWS", 128)
-    most, blocks = tensor_parallel.MOST_BLOCKS, []
-    monkeypatch.setattr(tensor_parallel, "_blocks", lambda call, own=tensor_parallel._blocks: counted(own(call)))
-
-    def counted(found: Any) -> Any:
-        blocks.append(len(found))
-        return found
-
-    results = {}
-    for kind in script.KINDS:
-        with script.in_one_block() if kind == script.ONE_BLOCK else script.nullcontext():
-            results[kind] = run(2, partial(result_of, script, kind))
-    assert most == tensor_parallel.MOST_BLOCKS and blocks == [4, 4, 1, 1]
+    results = {kind: run(2, partial(result_of, script, kind)) for kind in script.KINDS}
     whole = sum(x.astype(np.float64) for x in results[script.COMPUTE])
-    for kind in (script.OVERLAP, script.ONE_BLOCK, script.SUM):
+    for kind in (script.OVERLAP, script.IN_TURN, script.SUM):
         for x in results[kind]:
             assert x.dtype.name == "bfloat16"
             np.testing.assert_allclose(x.astype(np.float64).reshape(whole.shape), whole, rtol=0.02, atol=0.1)
@@ -140,7 +129,7 @@ def test_tables_and_bars(tmp_path: Path) -> None:
     records.write(tmp_path / "offload.jsonl", facts, cells)
     script = load_script("allreduce")
     sums = [
-        script.cell_of(2, seqlen, {"overlap": 1e-3, "one block": own, "compute": 8e-4, "sum": 5e-4})
+        script.cell_of(2, seqlen, {"overlap": 1e-3, "in turn": own, "compute": 8e-4, "sum": 5e-4})
         for seqlen, own in ((4096, 1e-3), (8192, 1.4e-3))
     ]
     records.write(tmp_path / "allreduce.jsonl", {**FACTS, "command": "allreduce", "ranks": "threads"}, sums)
