@@ -254,7 +254,8 @@ def _proposed(
             of_options = tuple([name for name, x in keywords.items() if hasattr(x, "shape")])
             nothing: dict[str, Any] = dict.fromkeys(of_options)
             plain = replace(options, **nothing)  # no memory of arrays is kept
-            _kinds[key] = _Kind(library, plain, of_options, edges, wanted, described, digest_of(described))
+            digest = digest_of(described) if comm.check else ""
+            _kinds[key] = _Kind(library, plain, of_options, edges, wanted, described, digest)
             call = replace(call, key=key)
         return (call, residuals, wanted), described
 
@@ -277,13 +278,18 @@ def key_of(
 ) -> Any:
     """Return by what calls of one kind are known again; None where they cannot be."""
     key: list[Any] = [what, comm.rank, comm.world, comm.check]
-    plain = {"order": order, "heads": heads, **keywords}
-    if grads is not None:
-        if not isinstance(grads, (tuple, list)):
+    names = () if grads is None else grads
+    if not isinstance(names, (tuple, list)):
+        return None
+    for x in (order, heads, *names):
+        if type(x) not in _PLAIN:
             return None
-        plain |= {f"grads {n}": x for n, x in enumerate(grads)}
-    for name, x in plain.items():
+        key += (type(x), x)
+    key.append(None if grads is None else len(names))
+    for name, x in keywords.items():
         kind = type(x)
+        if name == "dropout_seed" and x is not None:
+            return None  # a seed is another one in every step, and launches with seeds are not repeated
         if kind in _PLAIN:
             key += (name, kind, x)
         elif kind is tuple and name == "window":

@@ -64,7 +64,7 @@ class _Share(Generic[T]):
                 return next(self.steps)
         except StopIteration as end:
             self.result = end.value
-        except BaseException as error:
+        except Exception as error:  # an interruption is that of the thread which leads
             self.error = error
         return None
 
@@ -97,14 +97,13 @@ class _Board:
         self.failure: tuple[int, str] | None = None
         self.gathering = _Gathering()
         self.meeting = _Meeting()
-        self.is_running = False  # a thread takes the steps of all ranks
+        self.leader: int | None = None  # the thread that takes the steps of all ranks now
         self.progress = 0  # counts what may let a rank go on that waits
 
     def lead(self, shares: Sequence[_Share[Any]]) -> None:
         """Take the steps of all ranks in turn until each has a result or an error."""
-        self.is_running = True
+        self.leader, waiting = threading.get_ident(), list(shares)
         try:
-            waiting = list(shares)
             while waiting:
                 before, count = self.progress, len(waiting)
                 taken_steps = [(share, share.step()) for share in waiting]
@@ -114,9 +113,12 @@ class _Board:
                         share.stop(
                             RuntimeError(f"rank {share.comm.rank}: expected a message of another rank, got none")
                         )
-                    return
+                    waiting, self.gathering = [], _Gathering()
         finally:
-            self.is_running = False
+            for share in waiting:  # this thread was interrupted
+                if share.result is None and share.error is None:
+                    share.stop(RuntimeError(f"rank {share.comm.rank}: the thread that took all ranks' steps ended"))
+            self.leader = None
 
 
 class ThreadCommunicator(Communicator):
@@ -148,7 +150,8 @@ class ThreadCommunicator(Communicator):
                 try:
                     self._wait(lambda: len(meeting.shares) == self.world, lambda: _missing(meeting.shares, self.world))
                 except BaseException:
-                    meeting.shares.pop(self.rank, None)
+                    if board.meeting is meeting:  # nobody has begun to take the steps
+                        meeting.shares.pop(self.rank, None)
                     raise
                 while not meeting.is_over:
                     board.condition.wait()
@@ -205,7 +208,7 @@ class ThreadCommunicator(Communicator):
     def _until(self, is_here: Callable[[], bool], missing: Callable[[], int]) -> Steps[None]:
         """Wait for what other threads bring, of which `missing` is one, or yield until it is here."""
         board = self._board
-        if board.is_running:
+        if board.leader == threading.get_ident():
             while not is_here():
                 self._raise_failure()
                 yield False

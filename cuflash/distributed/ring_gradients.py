@@ -113,7 +113,7 @@ class RingGradients:
         ring, wanted = self._ring, self._wanted - {"sink"}
         residuals = {name: x for name, x in self._residuals.items() if x is not None}
         arrays = ring.arrays_of(step) | residuals
-        kind = "backward", step.source, region
+        kind = "backward", region, step.layout
         found = ring.launches.again(kind, arrays)
         if found is None:
             part = ring.part(region, step)

@@ -26,6 +26,12 @@ class Step(NamedTuple):
     kv: tuple[Array, Array]  # the keys and values that the regions see
     keys: slice  # their rows on their rank
 
+    @property
+    def layout(self) -> tuple[Any, ...]:
+        """What tells launches over other keys apart, as another rank's arrays and their copies may lie in any way."""
+        k, v = self.kv
+        return self.source, k.strides, v.strides
+
 
 class RingParts:
     """One rank's queries, and the parts of a call that they make with the keys of a step."""
@@ -56,7 +62,7 @@ class RingParts:
 
     def forward_of(self, region: Region, step: Step) -> Sequence[Array]:
         """Return (out, lse) of a region."""
-        arrays, kind = self.arrays_of(step), ("forward", step.source, region)
+        arrays, kind = self.arrays_of(step), ("forward", region, step.layout)
         found = self.launches.again(kind, arrays)
         if found is not None:
             return tuple(found.values())

@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from types import ModuleType
 from typing import Any
 
+from cuflash.offload.pooled_rows import PooledRows
+
 Array = Any
 Event = Any  # a device orders its work by it
 # One chunk of keys and values has so many bytes that a launch and a merge, some 50 us, cost little compared with its
@@ -42,6 +44,10 @@ class Device(ABC):
     def bring(self, memory: Array, source: Array, after: Event) -> tuple[Array, Event]:
         """Begin to copy the host's `source` into `memory` once `after` is done; return the array and its event."""
 
+    def brings_alone(self, source: Array) -> bool:
+        """Return True if `bring` enqueues copies of the host's array that need nothing more of the host."""
+        return False
+
     @abstractmethod
     def take(self, target: Array, source: Array) -> Outgoing:
         """Begin to copy `source`, made by the work so far, to the host's `target`."""
@@ -69,3 +75,7 @@ class Device(ABC):
     @abstractmethod
     def close(self) -> None:
         """Wait until no copy reads or writes the host's memory."""
+
+    def bring_rows(self, memory: Array, source: PooledRows, after: Event) -> tuple[Array, Event]:
+        """Do as `bring` with rows of a pool, which a device may gather on their way."""
+        return self.bring(memory, source.gathered(), after)

@@ -9,12 +9,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import cupy
 import numpy as np
 
+from cuflash import forks
 from cuflash.offload.device import Device, Event, Outgoing
+from cuflash.offload.pooled_rows import PooledRows
 
 Array = Any
 # Each direction has so many staging buffers, for k and v of two chunks.
@@ -22,6 +27,8 @@ _NUM_STAGES = 4
 # One thread copies about 10 GB/s, a link takes 55; a copy smaller than this is not worth a thread's wake-up.
 _MOST_THREADS = 8
 _LEAST_BYTES = 1 << 21
+# A copy of so many bytes hides what it costs to begin one; the GPU's own kernel gathers shorter runs of a pool's rows.
+_LEAST_RUN = 1 << 20
 _HOST_MEMORY = 1  # cudaMemoryTypeHost
 
 
@@ -89,6 +96,10 @@ class GpuDevice(Device):
             stage.event = event
         return target, event
 
+    def brings_alone(self, source: Array) -> bool:
+        """Return True for pinned memory, from which copies wait for each other on streams alone."""
+        return _is_direct(source)
+
     def take(self, target: Array, source: Array) -> Outgoing:
         """Copy on the stream of copies out, behind the computation so far."""
         self._outgoing.wait_event(self.mark())
@@ -153,6 +164,32 @@ class GpuDevice(Device):
         np.copyto(target[:, pieces[0]], source[:, pieces[0]])
         for copy in copies:
             copy.result()
+
+    def bring_rows(self, memory: Array, source: PooledRows, after: Event) -> tuple[Array, Event]:
+        """Let the GPU take rows from a pinned pool itself; threads gather those of other pools into staging buffers."""
+        target = memory[: source.size].reshape(source.shape)
+        self._incoming.wait_event(after)
+        if not _is_direct(source.pool):
+            stage = self._next_stage(self._incoming, source.nbytes)
+            staged = stage.like(source)
+            source.copy_to(staged, self._threads, max(1, min(_MOST_THREADS, source.nbytes // _LEAST_BYTES)))
+            _copy_async(target.data.ptr, staged.ctypes.data, staged.nbytes, to_host=False, stream=self._incoming)
+            stage.event = _record(self._incoming)
+            return target, stage.event
+        runs = source.runs() if source.pool.flags.c_contiguous else []
+        if 0 < len(runs) * _LEAST_RUN <= source.nbytes:
+            for run in runs:
+                own, rows = target[run.sequence, run.first : run.stop], source.view(run)
+                _copy_async(own.data.ptr, rows.ctypes.data, rows.nbytes, to_host=False, stream=self._incoming)
+        else:
+            _kernels().gather(target, source.pool, source.pages, source.first, self._incoming.ptr)
+        return target, _record(self._incoming)
+
+
+@cache
+def _kernels() -> ModuleType:
+    with forks.LOCK:  # a child cannot end an import that another thread of its parent began
+        return import_module("cuflash.gpu.host_pages")
 
 
 def _record(stream: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from cuflash.offload.pooled_rows import PooledRows
 from cuflash.offload.stream import Chunk, Outbox
 from cuflash.problem.pages import Pages
 
@@ -36,7 +37,7 @@ class HostKeys:
 
 
 class PooledKeys(HostKeys):
-    """Pools (num_pages, page_size, ...), whose rows are gathered by the table's entries for the keys of a chunk."""
+    """Pools (num_pages, page_size, ...), of which a chunk has the rows that the table's entries for its keys name."""
 
     is_copied = True
 
@@ -46,13 +47,19 @@ class PooledKeys(HostKeys):
     def places(self, chunk: Chunk) -> tuple[Array, Array]:
         """Return (pages, rows within them) of a chunk's keys, (sequences, keys) and (keys,); all of them are in use."""
         keys = np.arange(chunk.first, chunk.stop)
-        # Only entries of used keys are read; they are clamped, as they come from the caller.
-        entries = self._table[chunk.piece.batches, keys // self._pages.page_size]
-        return np.clip(entries, 0, max(self._pages.num_pages - 1, 0)), keys % self._pages.page_size
+        size = self._pages.page_size
+        return self._entries(chunk)[:, keys // size - chunk.first // size], keys % size
 
-    def rows(self, x: Array, chunk: Chunk) -> Array:
-        """Copy a chunk's part from the pool."""
-        return x[self.places(chunk)]
+    def _entries(self, chunk: Chunk) -> Array:
+        """Return the pages that have a chunk's keys, (sequences, pages)."""
+        size = self._pages.page_size
+        # Only entries of used keys are read; they are clamped, as they come from the caller.
+        entries = self._table[chunk.piece.batches, chunk.first // size : -(-chunk.stop // size)]
+        return np.clip(entries, 0, max(self._pages.num_pages - 1, 0))
+
+    def rows(self, x: Array, chunk: Chunk) -> PooledRows:
+        """Return what a device gathers, a chunk's part of the pool."""
+        return PooledRows(x, self._entries(chunk), chunk.first % self._pages.page_size, chunk.stop - chunk.first)
 
     def scale(self, x: Array | None, chunk: Chunk) -> Array | None:
         """Copy a chunk's part from a scale of the pool."""

@@ -13,12 +13,14 @@ from typing import Any
 import numpy as np
 
 from cuflash.frontend.combine import Residuals, gradient_of_sink
+from cuflash.frontend.partial import merge_parts
 from cuflash.offload.call import Call, Side, cpu_side_of, place_in, side_of
 from cuflash.offload.device import CHUNK_BYTES, Device
 from cuflash.offload.devices import HostDevice
 from cuflash.offload.host_keys import GradientSide
 from cuflash.offload.share import Measurement, Share
-from cuflash.offload.stream import Chunk, Outbox, chunks_of, incoming
+from cuflash.offload.stream import Chunk, Outbox, Piece, chunks_of, incoming
+from cuflash.problem.attention_problem import PartialResult
 from cuflash.problem.merging import merge_into
 from cuflash.problem.operands import to_full_rank
 
@@ -26,6 +28,8 @@ Array = Any
 Grads = dict[str, Array]
 # Results of so many queries are small compared with the keys that several threads read for them at once.
 _FEW_QUERIES = 64
+# So many results of chunks are merged at a time: as many as take the memory of two chunks, within these bounds.
+_FEWEST_PARTS, _MOST_PARTS = 4, 16
 
 
 def forward(call: Call, device: Device, share: Share) -> tuple[Array, Array]:
@@ -35,12 +39,13 @@ def forward(call: Call, device: Device, share: Share) -> tuple[Array, Array]:
         side = side_of(call, device)
         found: list[tuple[Array, Array]] = []
         work = _cpu_work(call, device, others, lambda cpu, chunks: found.append(_forward_of(cpu, chunks, None)))
-        with _Beside(work) as cpu:
+        share.begin(device)
+        with _Beside(work, in_turn=_needs_no_host(call, device)) as cpu:
             out, lse = _forward_of(side, own, call.options.sink, share.measurement)
             cpu.join()
         for cpu_out, cpu_lse in found:
             merge_into(out, lse, device.put(cpu_out), device.put(cpu_lse))
-        share.end(own, others, cpu.seconds)
+        share.end(device, own, others, cpu.seconds)
     return out, lse.astype(call.problem.accum_dtype, copy=False)
 
 
@@ -48,20 +53,78 @@ def _forward_of(
     side: Side, chunks: Sequence[Chunk], sink: Array | None, measurement: Measurement | None = None
 ) -> tuple[Array, Array]:
     """Return one side's results, which begin with the sink, whose value is 0; lse is float64 until all is merged."""
-    problem, xp = side.call.problem, side.device.xp
-    out = xp.zeros(problem.out_shape, problem.accum_dtype)
-    lse = xp.full(problem.lse_shape, -np.inf, np.float64)
-    if sink is not None:
-        for piece in side.call.pieces:
-            side.call.lse_of(lse, piece)[...] = sink[:, None]
+    totals = _Totals(side, sink)
     for chunk, results in _results_of(side, chunks):
         if results is not None:
-            merge_into(side.call.rows_of(out, chunk.piece), side.call.lse_of(lse, chunk.piece), *results)
+            totals.add(chunk.piece, *results)
         if measurement is not None:
             measurement.chunk_done(side.device, chunk)
+    results = totals.end()
     if measurement is not None:
         measurement.all_done(side.device)
-    return out, lse
+    return results
+
+
+class _Totals:
+    """The results of all keys of one side; those of several chunks are merged in one launch."""
+
+    def __init__(self, side: Side, sink: Array | None) -> None:
+        self._side, self._sink = side, sink
+        self._results: tuple[Array, Array] | None = None  # of the pieces so far, once there are several
+        self._piece: Piece | None = None
+        self._parts: list[PartialResult] = []
+
+    def end(self) -> tuple[Array, Array]:
+        """Return out and lse of all rows."""
+        problem = self._side.call.problem
+        if self._results is None and self._sink is None and self._parts and len(self._side.call.pieces) == 1:
+            merged = self._merged()
+            assert merged.lse is not None
+            if merged.x.shape == problem.out_shape:
+                return merged.x, merged.lse.astype(np.float64, copy=False)
+        self._merge()
+        return self._all()
+
+    def add(self, piece: Piece, out: Array, lse: Array) -> None:
+        """Keep a chunk's results, and merge those that are kept where they take too much memory."""
+        if self._piece != piece:
+            self._merge()
+        self._piece = piece
+        self._parts.append(PartialResult(out, lse, 0))
+        most = max(_FEWEST_PARTS, min(2 * self._side.device.chunk_bytes // max(1, out.nbytes), _MOST_PARTS))
+        if len(self._parts) == most:
+            self._parts = [self._merged()]
+
+    def _all(self) -> tuple[Array, Array]:
+        """Return the results of the pieces so far, which begin with the sink."""
+        if self._results is None:
+            problem, call, xp = self._side.call.problem, self._side.call, self._side.device.xp
+            self._results = (
+                xp.zeros(problem.out_shape, problem.accum_dtype),
+                xp.full(problem.lse_shape, -np.inf, np.float64),
+            )
+            if self._sink is not None:
+                for piece in call.pieces:
+                    call.lse_of(self._results[1], piece)[...] = self._sink[:, None]
+        return self._results
+
+    def _merge(self) -> None:
+        """Merge what is kept into the results of all pieces."""
+        if self._piece is None or not self._parts:
+            return
+        (out, lse), merged, call = self._all(), self._merged(), self._side.call
+        self._parts = []
+        assert merged.lse is not None
+        merge_into(call.rows_of(out, self._piece), call.lse_of(lse, self._piece), merged.x, merged.lse)
+
+    def _merged(self) -> PartialResult:
+        first = self._parts[0]
+        if len(self._parts) == 1:
+            return first
+        xp = self._side.device.xp
+        out, lse = xp.empty_like(first.x), xp.empty_like(first.lse)
+        merge_parts(self._parts, out, lse)
+        return PartialResult(out, lse, 0)
 
 
 def _results_of(side: Side, chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, tuple[Array, Array] | None]]:
@@ -112,6 +175,7 @@ def backward(
         def on_cpu(cpu: Side, chunks: Sequence[Chunk]) -> None:
             found.append(_backward_of(cpu, chunks, (dout, out, lse, dlse), of_keys.side(), wanted))
 
+        share.begin(device)
         with _Beside(_cpu_work(call, device, others, on_cpu)) as cpu:
             grads = _backward_of(side, own, residuals, of_keys.side(), wanted, share.measurement)
             cpu.join()
@@ -125,7 +189,7 @@ def backward(
         for shares in found:
             for name, x in shares.items():
                 grads[name] += device.put(x)
-        share.end(own, others, cpu.seconds)
+        share.end(device, own, others, cpu.seconds)
     return grads
 
 
@@ -196,17 +260,25 @@ def _cpu_work(
     return lambda: work(side, chunks)
 
 
-class _Beside:
-    """Work that a thread of its own does within a context, or `join` where no thread can be started."""
+def _needs_no_host(call: Call, device: Device) -> bool:
+    """Return True if all of the device's work is enqueued at once, and goes on while this thread does other work.
 
-    def __init__(self, work: Callable[[], None] | None) -> None:
-        self._work = work
+    Another thread's work would take the interpreter's lock from this one, and the link would wait.
+    """
+    return all(device.brings_alone(x) for x in (call.k, call.v))
+
+
+class _Beside:
+    """Work that a thread of its own does within a context, or `join`: in turn, or where no thread can be started."""
+
+    def __init__(self, work: Callable[[], None] | None, *, in_turn: bool = False) -> None:
+        self._work, self._in_turn = work, in_turn
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self.seconds = 0.0
 
     def __enter__(self) -> _Beside:
-        if self._work is not None:
+        if self._work is not None and not self._in_turn:
             thread = threading.Thread(target=self._run, name="cuflash")
             with contextlib.suppress(RuntimeError):
                 thread.start()

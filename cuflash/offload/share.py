@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,15 +26,24 @@ _LEAST_SHARE = 0.03
 # Each pass has so many matrix products.
 _PRODUCTS = {"forward": 2, "backward": 5}
 
-_measured: Kept[tuple[Any, ...], float] = Kept()
+
+class Known(NamedTuple):
+    """The share of a kind of calls."""
+
+    share: float
+    keys_per_second: float = 0.0  # of the device alone
+    is_tried: bool = True  # calls with this share are not slower than without
+
+
+_measured: Kept[tuple[Any, ...], Known] = Kept()
 _lock = threading.Lock()
 
 
-def _fix(key: tuple[Any, ...], share: float) -> None:
+def _fix(key: tuple[Any, ...], known: Known) -> None:
     """Keep a share unless another thread has measured one before."""
     with _lock:
         if key not in _measured:
-            _measured[key] = share
+            _measured[key] = known
 
 
 class Measurement:
@@ -61,23 +70,40 @@ class Measurement:
 
 
 class Share:
-    """The CPU's share in one call, with the measurement of both sides where it is not known yet."""
+    """The CPU's share in one call, with the measurement of both sides where it is not known yet.
 
-    def __init__(self, of_cpu: float, key: tuple[Any, ...] | None = None) -> None:
+    The first call with a measured share is timed as a whole. Where the device alone would have been as fast, as where
+    both sides share the host's memory or its cores, later calls give the CPU nothing.
+    """
+
+    def __init__(self, of_cpu: float, key: tuple[Any, ...] | None = None, known: Known | None = None) -> None:
         self.of_cpu = of_cpu
-        self._key = key
-        self.measurement = None if key is None else Measurement()
+        self._key, self._known = key, known
+        self.measurement = Measurement() if key is not None and known is None else None
+        self._start = 0.0
 
-    def end(self, own: Sequence[Chunk], others: Sequence[Chunk], cpu_seconds: float) -> None:
-        """Remember the share with which both sides would have ended at once."""
-        if self._key is None or self.measurement is None or not others:
+    def begin(self, device: Device) -> None:
+        """Note the time where the call is timed as a whole."""
+        if self._known is not None:
+            device.finish()
+            self._start = time.perf_counter()
+
+    def end(self, device: Device, own: Sequence[Chunk], others: Sequence[Chunk], cpu_seconds: float) -> None:
+        """Remember the share with which both sides would have ended at once, or what came of it."""
+        if self._key is None or not others:
             return
-        of_device = self.measurement.keys_per_second
+        if self._known is not None:
+            device.finish()
+            keys_per_second = num_keys((*own, *others)) / max(time.perf_counter() - self._start, 1e-9)
+            gains = keys_per_second > self._known.keys_per_second
+            _measured[self._key] = Known(self._known.share if gains else 0.0)
+            return
+        of_device = self.measurement.keys_per_second if self.measurement is not None else None
         if of_device is None:  # there was but one chunk
             return
         of_cpu = num_keys(others) / max(cpu_seconds, 1e-9)
         share = of_cpu / (of_cpu + of_device)
-        _fix(self._key, share if share >= _LEAST_SHARE else 0.0)
+        _fix(self._key, Known(share, of_device, is_tried=False) if share >= _LEAST_SHARE else Known(0.0))
 
 
 def check_share(share: Any) -> float | None:
@@ -107,12 +133,12 @@ def share_of(call: Call, device: Device, share: float | None, direction: str) ->
     key = (direction, number, *sizes)
     known = _measured.get(key)
     if known is not None:
-        return Share(known)
+        return Share(known.share) if known.is_tried else Share(known.share, key, known)
     # Each of these products has a multiplication and an addition for every pair.
     flops_per_key = _PRODUCTS[direction] * p.num_heads_q * (p.head_dim + p.head_dim_v) * rows
     trial = min(_TRIAL, _TRIAL_FLOPS / flops_per_key / keys)
     if trial * keys < _LEAST_KEYS:
         if flops_per_key * _LEAST_KEYS > _TRIAL_FLOPS:
-            _fix(key, 0.0)
+            _fix(key, Known(0.0))
         return Share(0.0)
     return Share(trial, key)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from cuflash.offload.device import Device, Event, Outgoing
+from cuflash.offload.pooled_rows import PooledRows
 
 Array = Any
 # There are two buffers, as a chunk is computed while the next one is copied.
@@ -93,7 +94,7 @@ class _Buffer:
 
 
 def incoming(
-    device: Device, chunks: Sequence[Chunk], k: Array, v: Array, numbers: Callable[[Array, Chunk], Array]
+    device: Device, chunks: Sequence[Chunk], k: Array, v: Array, numbers: Callable[[Array, Chunk], Array | PooledRows]
 ) -> Iterator[tuple[Chunk, Array, Array]]:
     """Yield each chunk with its keys and values on the device, which work enqueued before the next one may read.
 
@@ -109,7 +110,7 @@ def incoming(
     def bring(number: int) -> None:
         buffer = buffers[number % NUM_BUFFERS]
         pairs = zip(buffer.memories, sources, strict=True)
-        buffer.arrays = [device.bring(memory, numbers(x, chunks[number]), buffer.is_free) for memory, x in pairs]
+        buffer.arrays = [_bring(device, memory, numbers(x, chunks[number]), buffer.is_free) for memory, x in pairs]
 
     for number in range(len(buffers)):
         bring(number)
@@ -122,6 +123,12 @@ def incoming(
         buffer.is_free = device.mark()
         if number + NUM_BUFFERS < len(chunks):
             bring(number + NUM_BUFFERS)
+
+
+def _bring(device: Device, memory: Array, source: Array | PooledRows, after: Event) -> tuple[Array, Event]:
+    if isinstance(source, PooledRows):
+        return device.bring_rows(memory, source, after)
+    return device.bring(memory, source, after)
 
 
 class Outbox:

@@ -1,6 +1,6 @@
 """Tables and bars of what lies beyond one GPU's memory, from the records in docs/lab/results.
 
-`tables.py` writes them, where the files of ``offload.py --json`` and ``allreduce.py --json`` are there.
+`tables.py` writes them, where the files of ``ring.py``, ``offload.py`` and ``allreduce.py --json`` are there.
 """
 
 from __future__ import annotations
@@ -24,9 +24,19 @@ OFFLOAD_BARS = (
     ("kernels", None, "16k queries: speed of the kernels on the GPU's memory", "of_kernels", 0.95),
     ("decode", None, "one query, with the CPU's share: speed of streaming alone", "of_streaming", 1.3),
 )
+RING_FILES = ("ring", "ring_processes")
+# The name of a scheme's cells begins so; the least share of one GPU's speed forward and backward, by tokens a GPU.
+RING_BARS = (
+    ("ring zigzag", {8192: (0.90, 0.92), 32768: (0.95, 0.95)}),
+    ("ulysses", {8192: (0.85, 0.85), 32768: (0.92, 0.92)}),
+)
 ALLREDUCE_FILES = ("allreduce", "allreduce_processes")
 # The bar is for a sum that takes about a third of the time without overlap.
 ALLREDUCE_BAR, ALLREDUCE_SHARE = 1.3, 1 / 3
+RING_HEAD = (
+    "16 heads of 128 columns, causal, bfloat16; TFLOP/s of a GPU beside one GPU's on the same work, wall time of calls "
+    "that begin together and end when every GPU is done."
+)
 RATIOS = {
     "of_link": "of the link",
     "of_kernels": "of the kernels",
@@ -47,7 +57,7 @@ PART_HEADS = {
 
 def bars(folder: Path) -> list[list[str]]:
     """A row of the table of bars for each that was measured; a first look says nothing of them."""
-    rows = []
+    rows = [row for file in RING_FILES for row in _ring_bars(read(folder, file))]
     record = read(folder, "offload")
     if record is not None and not record.facts["quick"]:
         for part, memory, words, name, limit in OFFLOAD_BARS:
@@ -66,6 +76,21 @@ def bars(folder: Path) -> list[list[str]]:
     return rows
 
 
+def _ring_bars(record: Record | None) -> list[list[str]]:
+    """Rows for the schemes with a bar; each is for so many GPUs as were there."""
+    rows = []
+    for scheme, limits in RING_BARS if record is not None else ():
+        assert record is not None
+        for cell in record.cells:
+            name, where = cell["cell"].split(" on ")
+            tokens = int(where.split(", ")[1].split()[0])
+            if name == scheme and tokens in limits:
+                for direction, limit in zip(("forward", "backward"), limits[tokens], strict=True):
+                    what = f"{name}, {direction}, {where}, ranks as {record.facts['ranks']}: share of one GPU's speed"
+                    rows.append(_row(what, limit, [cell[direction]["of_ideal"]], "", record))
+    return rows
+
+
 def _row(what: str, limit: float, figures: Sequence[float], note: str, record: Record) -> list[str]:
     met = sum(figure >= limit for figure in figures)
     shown = towards(min(figures), 2)
@@ -78,6 +103,12 @@ def _row(what: str, limit: float, figures: Sequence[float], note: str, record: R
 def sections(folder: Path) -> list[str]:
     """Parts of the page of all figures."""
     parts = []
+    for file in RING_FILES:
+        record = read(folder, file)
+        if record is not None:
+            parts.append(f"## A sequence over several GPUs, ranks as {record.facts['ranks']}\n")
+            parts.append(f"{pages.origin(record.facts)} From [{file}.jsonl]({file}.jsonl).\n")
+            parts.append(f"{RING_HEAD}\n\n{_ring_table(record.cells)}")
     record = read(folder, "offload")
     if record is not None:
         machine = f"{record.facts['cores']} cores of {record.facts['cpu']}."
@@ -95,6 +126,15 @@ def sections(folder: Path) -> list[str]:
             parts.append(f"{pages.origin(record.facts)} From [{file}.jsonl]({file}.jsonl).\n")
             parts.append(_allreduce_table(record.cells))
     return parts
+
+
+def _ring_table(cells: Sequence[Cell]) -> str:
+    directions = ("forward", "backward")
+    rows = [["cell", *(f"{direction}, TFLOP/s" for direction in directions), *(f"{d}, share" for d in directions)]]
+    for cell in cells:
+        rates = [f"{cell[d]['cuflash']:.0f} of {cell[d]['one_gpu']:.0f}" for d in directions]
+        rows.append([cell["cell"], *rates, *(towards(cell[d]["of_ideal"], 2) for d in directions)])
+    return pages.table(rows)
 
 
 def _offload_table(cells: Sequence[Cell]) -> str:

@@ -6,7 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -468,9 +468,94 @@ def test_kernels_of_ranks_are_one_device(dtype: str, packed: bool, capability: t
     spread_options = options if edges is None else {**options, "cu_seqlens": edges}
     expected = alone(arrays, options, edges)
     with hook.kernels_on(CpuDevice(capability, 3)):
-        for _ in range(2):  # the second time launches are repeated
+        for _ in range(3):  # the third time launches are repeated by addresses
             found = spread(SCHEMES["ring"][0], 3, "zigzag", arrays, packed, spread_options, is_led=True)
             assert_same(found, expected, 1e-12 if dtype == "float64" else 4e-3)
+
+
+def laid_out(x: Array, by_heads: bool) -> Array:
+    """Return an array (batch, rows, heads, columns) whose heads, or whose rows, are neighbours in memory."""
+    return np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2) if by_heads else np.ascontiguousarray(x)
+
+
+@pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("is_led", [False, True], ids=["each", "led"])
+def test_launches_are_repeated_for_keys_that_lie_alike(name: str, is_led: bool) -> None:
+    """One rank's keys change their layout, then all do, while what every rank compares stays the same."""
+    vjp, layouts = SCHEMES[name][0], [(False, False)] * 4 + [(False, True), (True, True), (True, False), (False, False)]
+    with hook.kernels_on(CpuDevice((9, 0), 3)):
+        for call_number, by_heads in enumerate(layouts):
+            rng = np.random.default_rng(call_number)
+            arrays = make_arrays(rng, 96, (4, 2), 2, "float64", (64, 64))
+
+            def work(comm: Communicator, arrays: Any = arrays, by_heads: Any = by_heads) -> Any:
+                part = {key: distributed.shard(x, comm, "zigzag") for key, x in arrays.items() if key != "dlse"}
+                q, k, v, dout = (part[key] for key in ("q", "k", "v", "dout"))
+                k, v = (laid_out(x, by_heads[comm.rank]) for x in (k, v))
+                out, backward = vjp(q, k, v, comm, order="zigzag", causal=True)
+                return [distributed.unshard(x, comm, "zigzag") for x in (out, *backward(dout))]
+
+            found, _ = run_threads(make_threads(2, None, 60, True, is_led=is_led), work)
+            out, backward = cuflash.attention_vjp(*(arrays[key] for key in ("q", "k", "v")), causal=True)
+            for x, y in zip(found, (out, *backward(arrays["dout"])), strict=True):
+                np.testing.assert_allclose(x, y, rtol=0, atol=1e-12, err_msg=f"call {call_number}")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_calls_that_look_alike_are_told_apart(scheme: str) -> None:
+    """What is remembered of a kind of calls holds for no other kind."""
+    vjp, _ = SCHEMES[scheme]
+
+    def work(comm: Communicator) -> None:
+        x, by_heads = ones(comm), cast("Any", distributed.ulysses_attention)
+        for grads in (None, (), None, ("q",), ["q"], ("q", "k"), None, ()):
+            _, backward = vjp(x, x, x, comm, order="plain")
+            wanted = ("q", "k", "v") if grads is None else grads
+            assert [g is not None for g in backward(x, grads=grads)] == [n in wanted for n in "qkv"]
+        for _ in range(2):
+            with pytest.raises((TypeError, ValueError)):
+                vjp(x, x, x, comm, order="plain", hidden=1)
+        if scheme == "ulysses":
+            for _ in range(2):
+                with pytest.raises(TypeError, match="heads"):
+                    by_heads(x, x, x, comm, order="plain", heads=1)
+                distributed.ulysses_attention(x, x, x, comm, order="plain")
+
+    run(2, work)
+
+    def unchecked(comm: Communicator) -> None:
+        x = ones(comm)
+        for _ in range(3):
+            vjp(x, x, x, comm, order="plain", softmax_scale=0.1 * (1 + comm.rank))
+
+    run(2, unchecked, check=False)
+
+
+def test_an_interruption_is_that_of_the_thread_which_leads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whosever step it meets, the leading thread is interrupted; the others hear that the call has ended."""
+    from cuflash.frontend import partial
+
+    own, count = partial.Part.forward, []
+
+    def interrupted(part: Any) -> Any:
+        count.append(threading.get_ident())
+        if len(count) == 2:
+            raise KeyboardInterrupt
+        return own(part)
+
+    monkeypatch.setattr(partial.Part, "forward", interrupted)
+
+    def work(comm: Communicator) -> Any:
+        try:
+            return call(comm)
+        except BaseException as error:
+            return threading.get_ident(), error
+
+    found = run_threads(make_threads(3, None, 60, True, is_led=True), work)
+    kinds = {thread: type(error).__name__ for thread, error in found}
+    assert kinds.pop(count[0]) == "KeyboardInterrupt"
+    assert list(kinds.values()) == ["RuntimeError", "RuntimeError"]
 
 
 # Users' own rules have the indices of the whole sequence, and gradients of operands are sums over ranks.

@@ -115,6 +115,9 @@ def test_in_turn_and_the_overlap_give_one_sum(monkeypatch: pytest.MonkeyPatch) -
     assert script.text_of(script.cell_of(2, 400, dict.fromkeys(script.KINDS, 1e-3))).endswith("the sum is 1.00")
 
 
+WALL = {"forward": 1e-3, "backward": 1e-3}  # seconds
+
+
 def test_tables_and_bars(tmp_path: Path) -> None:
     beyond = load_script("beyond")
     assert beyond.bars(tmp_path) == beyond.sections(tmp_path) == []
@@ -146,5 +149,14 @@ def test_tables_and_bars(tmp_path: Path) -> None:
     assert "| stream pinned | 20.00 | 53.0 | 1.00 | 1000.0 | 0.94 |" in page
     assert "| kernels forward | 20.00 | 690.0 | 1.00 | 700.0 | 0.98 |" in page
     assert "| 8192 tokens on 2 GPUs | 1.000 | 1.400 | 0.800 | 0.500 | 0.36 | 1.40 |" in page
+    of_ring = load_script("ring").cell_of(
+        "ring zigzag on 2 GPUs, 8192 tokens each", 2, 8192, WALL, {**WALL, "forward": 9.1e-4}
+    )
+    records.write(tmp_path / "ring.jsonl", {**FACTS, "command": "ring", "ranks": "threads"}, [of_ring])
+    assert [row[2:4] for row in beyond.bars(tmp_path)[:2]] == [["0.91", "yes"], ["1.00", "yes"]]
+    assert "| ring zigzag on 2 GPUs, 8192 tokens each | 550 of 604 | 1374 of 1374 | 0.91 | 1.00 |" in tables.page(
+        tables.load(tmp_path), tmp_path
+    )
+    (tmp_path / "ring.jsonl").unlink()
     records.write(tmp_path / "offload.jsonl", {**facts, "quick": True}, cells)
     assert len(beyond.bars(tmp_path)) == 1 and "A quarter of the keys" in "".join(beyond.sections(tmp_path))

@@ -225,12 +225,50 @@ def test_auto_gives_a_slow_cpu_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert second == third == 0
 
 
+def test_auto_gives_the_cpu_nothing_where_both_together_are_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each side alone is fast, but together they take longer than the device alone; the second call shows it."""
+    device, given = Slow(chunk_bytes=50_000), make(batch=1, sk=20_000)
+
+    def slowly(side: Any, chunks: Any, *rest: Any) -> Any:
+        for known in share_module._measured.values() if side.device.is_host else ():
+            time.sleep(1.5 * given[1].shape[1] / known.keys_per_second)
+        return forward_of(side, chunks, *rest)
+
+    monkeypatch.setattr(passes, "_forward_of", slowly)
+    first, second, third = shares_of(device)
+    assert first == pytest.approx(1 / 8, abs=0.01)
+    assert second > 0.3
+    assert third == 0
+
+
+class Alone(LazyDevice):
+    """A device that needs nothing of the host while chunks arrive."""
+
+    def brings_alone(self, source: Any) -> bool:
+        return True
+
+
+def test_the_cpu_works_behind_the_streams_that_need_no_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    def noted(side: Any, chunks: Any, *rest: Any) -> Any:
+        assert threading.current_thread() is threading.main_thread()
+        order.append("cpu" if side.device.is_host else "device")
+        return forward_of(side, chunks, *rest)
+
+    monkeypatch.setattr(passes, "_forward_of", noted)
+    given = make(batch=2, sk=500)
+    out = forward(Alone(chunk_bytes=5_000), given, 0.4)
+    np.testing.assert_allclose(out, cuflash.attention(*given), rtol=0, atol=1e-12)
+    assert order == ["device", "cpu"]
+
+
 def test_auto_does_not_try_the_cpu_with_many_queries() -> None:
     device = LazyDevice(chunk_bytes=1 << 20)
     given = make(batch=1, sq=3000, sk=600, heads=12, dim=128)
     forward(device, given, "auto")
     assert device.brought == given[1].nbytes + given[2].nbytes
-    assert list(share_module._measured.values()) == [0.0]
+    assert [known.share for known in share_module._measured.values()] == [0.0]
 
 
 def test_passes_are_measured_apart() -> None:

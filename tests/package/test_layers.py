@@ -75,6 +75,7 @@ BY_NAME = {
     "__init__": {f"cuflash.{name}" for name in ("adapters", "conversions", "distributed", "offload", "rules")},
     "frontend": {"cuflash.cpu.backend", "cuflash.gpu.backend"},
     "masks": {"cuflash.cuda.device"},
+    "offload": {"cuflash.gpu.host_pages"},
     "rules": {"cuflash.rules.explain", "cuflash.rules.rule"},
 }
 
