@@ -32,6 +32,9 @@ PEER_COPY = {1 << 20: 221.0, 16 << 20: 366.0, 64 << 20: 395.0}
 ALL_TO_ALL = {1 << 20: 26.0, 64 << 20: 260.0, 1 << 30: 327.0}
 # Seconds before the first byte of a collective arrives.
 LATENCY = 33e-6
+# The host's seconds before a rank's GPU begins a call over several, and for each exchange of heads in it, fitted to the
+# calls below, which vary by a tenth from run to run.
+HOST = 0.22e-3
 # Attention takes so many times as long while copies run at the same time.
 UNDER_COPIES = 1.055
 # GB/s at which merges of partial results read and write, as decoding reads keys.
@@ -53,11 +56,16 @@ class Measured(NamedTuple):
     backward: float
 
 
-# These are one GPU's kernels on the work that one of four has, with 16 heads and 8k and 32k tokens a GPU. None of this
-# library's own schemes has been measured on several GPUs yet.
+# The first two are one GPU's kernels on the work that one of four has, with 16 heads and 8k and 32k tokens a GPU; the
+# others are this library's schemes on two GPUs, from docs/lab/results (ring_processes.jsonl with 8k tokens a GPU,
+# ring.jsonl with 32k). Nothing was measured on four since.
 MEASURED = (
     Measured(1, "one GPU", 32 << 10, 4, 4, 128, 806, 570),
     Measured(1, "one GPU", 128 << 10, 4, 4, 128, 728, 570),
+    Measured(2, "ring", 16 << 10, 16, 16, 128, 451, 433),
+    Measured(2, "ring", 64 << 10, 16, 16, 128, 680, 557),
+    Measured(2, "heads", 16 << 10, 16, 16, 128, 296, 432),
+    Measured(2, "heads", 64 << 10, 16, 16, 128, 661, 554),
 )
 # Every plan says for these of the measured figures how far its predictions are off.
 HELD_AGAINST = (1, 2, 4)

@@ -1,7 +1,7 @@
 """Predictions of times, link use and memory of attention over many GPUs, by figures of one GPU and of its links.
 
-A step of a ring takes the longer of computing and passing on, all-to-alls of heads hide behind nothing, and merges
-of partial results take their reads and writes.
+A step of a ring takes the longer of computing and passing on, all-to-alls of heads hide behind nothing, merges of
+partial results take their reads and writes, and the host takes its time before a call begins.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _pass(layer: Layer, ring: int, heads: int, machine: Machine, direction: str)
     dealt, bytes_dealt = _dealing(layer, ring, heads, machine, is_forward)
     return Pass(
         compute=(compute + merged) * ring,
-        exposed=waits + dealt,
+        exposed=waits + dealt + (figures.HOST if ring * heads > 1 else 0.0),
         link_busy=link * (ring - 1) + (dealt if bytes_dealt else 0.0),
         step_compute=compute + merged,
         step_link=link,
@@ -162,7 +162,7 @@ def _dealing(layer: Layer, ring: int, heads: int, machine: Machine, is_forward: 
     rate = interpolated(figures.ALL_TO_ALL, sent / calls) * 1e9
     if heads > machine.gpus_per_host:
         rate = min(rate, machine.network * 1e9)
-    return sent / rate + calls * figures.LATENCY, sent
+    return sent / rate + calls * (figures.LATENCY + figures.HOST), sent
 
 
 def _memory(layer: Layer, ring: int, heads: int) -> float:
