@@ -103,19 +103,11 @@ def backward(
     lse: Array,
     dlse: Array | None,
     grads: dict[str, Array],
-    adds: bool = False,
 ) -> None:
     """Write the wanted gradients, those of bias and slopes of the full rank of `Operands`.
 
-    P is recomputed from lse: out and lse may come from a merge with other keys. With `adds` the gradients of q, k and v
-    are added to what their arrays hold.
+    P is recomputed from lse: out and lse may come from a merge with other keys.
     """
-    if adds:
-        shares = {name: np.empty(x.shape, x.dtype) for name, x in grads.items()}
-        backward(problem, operands, dout, out, lse, dlse, shares)
-        for name, share in shares.items():
-            grads[name][...] = grads[name] + share if name in ("q", "k", "v") else share
-        return
     # No task writes padding, keys that nobody sees or sequences without rows.
     for grad in grads.values():
         grad[...] = 0

@@ -22,7 +22,6 @@ Array = Any
 class _Launch(NamedTuple):
     repeat: Repeat
     places: tuple[tuple[str, int], ...]  # names of arrays, "" for a lasting one, and bytes from their first elements
-    targets: tuple[None, ...]  # one for each array that results are added to
     names: tuple[str, ...]  # of the results
 
 
@@ -39,7 +38,7 @@ class Launches:
         if launch is None:
             return None
         addresses = [address_of(arrays[name]) + distance if name else distance for name, distance in launch.places]
-        results = launch.repeat(Metadata((), addresses, launch.targets, None, None))
+        results = launch.repeat(Metadata((), addresses, (), None, None))
         return None if results is None else dict(zip(launch.names, results, strict=True))
 
     def note(self, region: Any, part: Part, arrays: Mapping[str, Array], names: Iterable[str]) -> None:
@@ -54,8 +53,7 @@ class Launches:
                 places.append(("", address_of(x)))
             else:
                 return
-        num_targets = sum(name in ("dq", "dk", "dv") for name in part.addressed)
-        self._known[region] = _Launch(part.repeat, tuple(places), (None,) * num_targets, tuple(names))
+        self._known[region] = _Launch(part.repeat, tuple(places), tuple(names))
 
     def edges(self, xp: Any, edges: tuple[int, ...]) -> Array:
         """Return the ends of packed sequences as an array, which all calls of a kind share."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from cuflash.distributed.copies import Rows, enqueue, rows_of
+from cuflash.distributed.copies import Rows, contiguous_strides, enqueue, rows_of
 from cuflash.distributed.order import Stretch
 from cuflash.kept import kept
 from cuflash.problem.heads import Heads
@@ -118,17 +118,9 @@ def have_wide_rows(layouts: tuple[Layout, ...], cuts: tuple[Piece, ...]) -> bool
     """Return True if copy engines can bring every piece, as it lies, to a contiguous array."""
     for cut in cuts:
         _, own = layouts[cut.array].cut(cut)
-        if rows_of(own.shape, own.itemsize, contiguous(own.shape, own.itemsize), own.strides) is None:
+        if rows_of(own.shape, own.itemsize, contiguous_strides(own.shape, own.itemsize), own.strides) is None:
             return False
     return True
-
-
-def contiguous(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """Return the strides of a contiguous array."""
-    strides = [itemsize]
-    for length in reversed(shape[1:]):
-        strides.append(strides[-1] * length)
-    return tuple(reversed(strides)) if shape else ()
 
 
 def copy_here(message: Pieces, into: Pieces) -> None:

@@ -88,13 +88,11 @@ class Part:
     def _operands(self) -> Operands:
         return make_operands(self._problem, self._arrays, self._options)
 
-    def _metadata(
-        self, what: Any, arrays: Mapping[str, Array | None], targets: Sequence[Array] = ()
-    ) -> Metadata | None:
+    def _metadata(self, what: Any, arrays: Mapping[str, Array | None]) -> Metadata | None:
         """Return the metadata by which a call on these arrays is known again; None where it cannot be."""
         if not self._is_repeatable:
             return None
-        return metadata_of((what, self._problem), arrays.values(), {}, targets)
+        return metadata_of((what, self._problem), arrays.values(), {})
 
     def forward(self, *, rounded: bool = False) -> tuple[Array, Array]:
         """Return (out, lse) in the accumulation's dtype; a part that has all its keys may have out `rounded` to q's."""
@@ -119,24 +117,20 @@ class Part:
         lse: Array,
         dlse: Array | None,
         wanted: frozenset[str],
-        into: Mapping[str, Array] | None = None,
         *,
         rounded: bool = False,
     ) -> dict[str, Array]:
         """Return the part's shares of the wanted gradients, extras' and operands' too, in the accumulation's dtype.
 
-        `out` and `lse` are the whole problem's, so that the shares add up to its gradients. The shares of q, k and v
-        are added to the arrays of `into`, if these are given for all that are wanted. With `rounded` the share is the
-        only one, and each gradient has its input's dtype.
+        `out` and `lse` are the whole problem's, so that the shares add up to its gradients. With `rounded` the share is
+        the only one, and each gradient has its input's dtype.
         """
-        into = {} if into is None else into
         names = [name for name in self._problem.grad_names if name in wanted]
-        targets = {f"d{name}": into[name] for name in names if name in into}
         residuals = {"dout": dout, "out": out, "lse": lse, "dlse": dlse}
-        what = "backward of a part", tuple(names), tuple(targets), rounded
-        metadata = self._metadata(what, {**residuals, **self._arrays}, tuple(targets.values()))
+        what = "backward of a part", tuple(names), rounded
+        metadata = self._metadata(what, {**residuals, **self._arrays})
         given = {name: x for name, x in residuals.items() if x is not None}
-        self.repeat, self.addressed = recorded(metadata), {**given, **self._arrays, **targets}
+        self.repeat, self.addressed = recorded(metadata), {**given, **self._arrays}
         results = repeated(metadata)
         if results is not None:
             return dict(zip(names, results, strict=True))
@@ -146,14 +140,13 @@ class Part:
         grads = {}
         for name in names:
             like = inputs[name]
-            grads[name] = into[name] if name in into else xp.empty(like.shape, like.dtype if rounded else accum)
+            grads[name] = xp.empty(like.shape, like.dtype if rounded else accum)
         rows = with_contiguous_rows(dout), with_contiguous_rows(out)
         backend = call.backend_of(isinstance(out, np.ndarray))
-        recording = backend.backward(problem, operands, *rows, lse, dlse, grads, adds=bool(into))
+        recording = backend.backward(problem, operands, *rows, lse, dlse, grads)
         if metadata is not None and recording is not None:
-            order = {f"d{name}": targets.get(f"d{name}") for name in names}
             found = {f"d{name}": grads[name] for name in names}
-            call.remember_repeat(metadata, recording.repeat({**given, **self._arrays, **targets}, found, order))
+            call.remember_repeat(metadata, recording.repeat({**given, **self._arrays}, found, dict.fromkeys(found)))
         return grads
 
 

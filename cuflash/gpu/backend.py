@@ -106,12 +106,10 @@ def backward(
     lse: Array,
     dlse: Array | None,
     grads: dict[str, Array],
-    adds: bool = False,
 ) -> Recording | None:
     """Write the wanted gradients of a problem; return the recorded launches, None if they cannot be repeated.
 
-    The gradients of q, k and v have the inputs' dtype, or all have the accumulation's; with `adds` they are added to
-    what their arrays hold.
+    The gradients of q, k and v have the inputs' dtype, or all have the accumulation's.
     """
     of_lse = {} if dlse is None else {"dlse": dlse}
     residuals = {"dout": dout, "out": out, "lse": lse}
@@ -119,8 +117,8 @@ def backward(
     work = Work(problem, operands, residuals, cuda_device.device_of(out), of_lse | results)
     work.arrays["delta"] = work.empty(problem.lse_shape, problem.accum_dtype)
     of_inputs = {name: x for name, x in grads.items() if name in ("q", "k", "v")}
-    is_wide = adds or any(x.dtype.name != problem.dtype for x in of_inputs.values())
-    if is_wide and _backward_wide(work, of_lse, grads, adds):
+    is_wide = any(x.dtype.name != problem.dtype for x in of_inputs.values())
+    if is_wide and _backward_wide(work, of_lse, grads):
         return _ended(work)
     if not (is_wide or problem.is_mixed):
         ahead.backward(work, of_lse, grads, run_backward)
@@ -129,16 +127,9 @@ def backward(
         return _ended(work)
     own = convert.widened(work, is_backward=True)
     found = convert.wide_results(work, grads)
-    if adds:
-        found |= {name: work.empty(x.shape, x.dtype) for name, x in of_inputs.items()}
     run_backward(own, of_lse, found)
-    if adds:
-        for name, x in of_inputs.items():
-            x += found[name]
-            found[name] = x
     convert.narrow(work, found, results)
-    recording = _ended(work)
-    return None if adds else recording
+    return _ended(work)
 
 
 def expect_gradients(problem: AttentionProblem, operands: Operands, out: Array, lse: Array) -> None:
@@ -154,11 +145,11 @@ def _ended(work: Work) -> Recording:
     return work.recording
 
 
-def _backward_wide(work: Work, of_lse: Arrays, grads: Arrays, adds: bool) -> bool:
+def _backward_wide(work: Work, of_lse: Arrays, grads: Arrays) -> bool:
     """Write gradients of 16-bit inputs that are not rounded; False where no kernel on 16 bits does."""
     if work.problem.is_mixed or "bias" in grads:  # the kernels write the bias's own dtype
         return False
-    rest = gpu_sm90.backward(work, work.arrays | of_lse, grads, adds)
+    rest = gpu_sm90.backward(work, work.arrays | of_lse, grads)
     if rest is None:
         return False
     _write_others(work, rest)

@@ -264,10 +264,10 @@ class Gradients(_OfQueries):
         return Persistent(problem, maps, arrays, device, tiles, pair)
 
 
-def backward(work: Work, with_dlse: Arrays, grads: Arrays, adds: bool = False) -> Arrays | None:
+def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
     """Write dq, dk, dv and delta; return the gradients that are left, None where another family runs.
 
-    float32 gradients of 16-bit inputs are not rounded; with `adds` they are added to what the arrays hold.
+    float32 gradients of 16-bit inputs are not rounded.
     """
     problem, arrays = work.problem, work.arrays
     layouts = work.layouts(("q", "k", "v", "dout", "out")) if work.device.has_wgmma else None
@@ -281,11 +281,11 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays, adds: bool = False) -
     configs = in_order(problem, configs, work.device.num_sms)
     is_wide = any(grads[name].dtype.itemsize > HALF_BYTES for name in ("q", "k", "v") if name in grads)
     results = {f"d{name}": grads[name] for name in ("k", "v") if name in grads}
-    is_split = not is_wide and not adds and bool(results)
+    is_split = not is_wide and bool(results)
     splits = splits_of(problem, configs[0], work.device.num_sms) if is_split else WHOLE_QUERIES
     if splits.in_all > 1:
         configs = tuple(map(with_query_splits, configs))
-    of_results = [replace(config, wide_results=is_wide, adds_results=adds) for config in configs]
+    of_results = [replace(config, wide_results=is_wide) for config in configs]
     if "q" in grads and not is_wide and _is_expressible(work, grads["q"]):
         of_results = [each for config in of_results for each in sm90_backward.writing_dq(problem, config)]
     chosen = work.chosen_pass([(Gradients(each.entry, each, splits),) for each in of_results], others_serve=True)

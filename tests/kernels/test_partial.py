@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -137,8 +136,6 @@ def test_results_of_16_bits_are_not_rounded(capability: tuple[int, int], head_di
         out, lse = part.forward()
         names = frozenset(("q", "k", "v"))
         grads = part.backward(dout, out.astype(q.dtype), lse, None, names)
-        sums = {name: np.ones(x.shape, np.float32) for name, x in grads.items()}
-        part.backward(dout, out.astype(q.dtype), lse, None, names, sums)
     expected = Part(q, k, v, Options(causal=True), place).forward()[0]
     for x in (out, lse, *grads.values()):
         assert x.dtype == np.float32
@@ -146,8 +143,7 @@ def test_results_of_16_bits_are_not_rounded(capability: tuple[int, int], head_di
     assert not np.array_equal(out, out.astype(q.dtype).astype(np.float32))
     np.testing.assert_allclose(out, expected, rtol=0, atol=4e-3)
     for name, x in grads.items():
-        assert not np.array_equal(x, x.astype(q.dtype).astype(np.float32))
-        np.testing.assert_allclose(sums[name], 1 + x, rtol=0, atol=1e-6, err_msg=name)
+        assert not np.array_equal(x, x.astype(q.dtype).astype(np.float32)), name
 
 
 def test_a_part_that_is_the_whole_needs_no_positions() -> None:
@@ -189,22 +185,20 @@ def test_a_repeated_part_computes_anew() -> None:
     rng = np.random.default_rng(6)
     names = frozenset(("q", "k", "v"))
     place = Place(20, 0, 1)
-    sums = {name: np.zeros((1, 64, 2, 64), np.float32) for name in names}
     with hook.kernels_on(CpuDevice((9, 0), 3)):
         for _ in range(3):
             q, k, v, dout = (gaussian(rng, (1, 64, 2, 64), "bfloat16") for _ in range(4))
             part = Part(q, k, v, Options(causal=True), place)
             out, lse = part.forward()
             given = dout, out.astype(q.dtype), lse, None
-            alone = part.backward(*given, names)
-            before = {name: x.copy() for name, x in sums.items()}
-            part.backward(*given, names, sums)
-            for name, x in sums.items():
-                np.testing.assert_allclose(x, before[name] + alone[name], rtol=0, atol=1e-6, err_msg=name)
-            wide = (x.astype(np.float64) for x in (q, k, v))
+            grads = part.backward(*given, names)
+            wide = [x.astype(np.float64) for x in (q, k, v)]
             mask = np.arange(64) <= np.arange(64)[:, None] + 20
             np.testing.assert_allclose(out, reference.attention(*wide, mask=mask)[0], rtol=0, atol=1e-2)
-    assert len(metadata._repeats) >= 3  # a forward pass, and both kinds of gradients
+            exact = reference.attention_backward(dout.astype(np.float64), *wide, mask=mask)
+            for name in names:
+                np.testing.assert_allclose(grads[name], exact[name], rtol=0, atol=5e-2, err_msg=name)
+    assert len(metadata._repeats) >= 2  # a forward pass, and gradients
 
 
 @needs_compiler
@@ -230,9 +224,9 @@ def wide_kernels() -> list[Any]:
             problem = replace(listing.problem_of("bfloat16", *head_dims, flags), seqlen_k=512)
             found.append(sm90_forward.wide_config(problem, sm90_forward.config_for(problem)))
     dims = dict.fromkeys((x.head_dim, x.head_dim_v) for x in NARROW_TABLE + WIDE_TABLE)
-    for (head_dim, head_dim_v), adds in product(dims, (False, True)):
+    for head_dim, head_dim_v in dims:
         problem = replace(listing.problem_of("bfloat16", head_dim, head_dim_v, ("has_window",)), seqlen_q=8192)
-        gradients = replace(sm90_backward.backward(problem, ())[0], wide_results=True, adds_results=adds)
+        gradients = replace(sm90_backward.backward(problem, ())[0], wide_results=True)
         found += [gradients, replace(gradients.of_rows, entry=sm90_backward.DQ)]
     return found
 

@@ -39,7 +39,6 @@ class Sm90BackwardConfig(Sm90Config):
     writes_dbias: bool = False  # the kernel writes dbias, which has one element for each score
     writes_dslopes: bool = False  # the kernel adds up the gradient of ALiBi's slopes
     wide_results: bool = False  # dq, dk and dv are float32: shares of several calls are added before rounding
-    adds_results: bool = False  # dq, dk and dv are added to what the arrays hold
     writes_dq: bool = False  # a tile, or a pair's two, has all keys, so that steps write dq, and no sums of it
     splits_queries: bool = False  # thread blocks share the queries of a tile of keys, and write float32 dk and dv
     query_warps: int = 1  # a warp computes with all queries of a tile, at once: see `sm80.backward`
