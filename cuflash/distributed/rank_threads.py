@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
 from cuflash.distributed import copies
+from cuflash.distributed.board import Board, Gathering, Meeting, Share
 from cuflash.distributed.communicators import DEFAULT_TIME_LIMIT, Arriving, Communicator, Pending, written
 from cuflash.distributed.landing import Landing
 from cuflash.distributed.pieces import Pieces, have_wide_rows
@@ -26,105 +24,13 @@ from cuflash.typing import Message
 
 Array = Any
 T = TypeVar("T")
-
-
-@dataclass
-class _Gathering:
-    """The values that the threads bring to one call of `all_gather`."""
-
-    values: dict[int, Any] = field(default_factory=dict)
-    is_complete: bool = False
-
-
-@dataclass
-class _Share(Generic[T]):
-    """One rank's share of a call that one thread runs for all."""
-
-    steps: Steps[T]
-    comm: ThreadCommunicator
-    stream: Any  # the rank's current stream; None without a GPU
-    result: T | None = None
-    error: BaseException | None = None
-
-    @contextmanager
-    def _at_home(self) -> Iterator[None]:
-        """Make the rank's GPU and stream the current ones."""
-        if self.stream is None:
-            yield
-            return
-        import cupy
-
-        with cupy.cuda.Device(self.comm.device), self.stream:
-            yield
-
-    def step(self) -> bool | None:
-        """Take one step; return whether others may go on, or None where the share has ended."""
-        try:
-            with self._at_home():
-                return next(self.steps)
-        except StopIteration as end:
-            self.result = end.value
-        except Exception as error:  # an interruption is that of the thread which leads
-            self.error = error
-        return None
-
-    def stop(self, error: BaseException) -> None:
-        """Let the step that waits raise an error."""
-        try:
-            with self._at_home():
-                self.steps.throw(error)
-            self.error = error  # steps that go on after an error have nobody who takes them
-        except BaseException as raised:
-            self.error = raised
-
-
-@dataclass
-class _Meeting:
-    """The shares that the threads bring to one call."""
-
-    shares: dict[int, _Share[Any]] = field(default_factory=dict)
-    is_over: bool = False
-
-
-class _Board:
-    """The mailboxes that the threads of one group share, and their first failure."""
-
-    def __init__(self, world: int, devices: Sequence[int] | None, is_led: bool) -> None:
-        self.world, self.devices = world, devices
-        self.is_led = is_led  # one thread takes the steps of all
-        self.condition = threading.Condition()
-        self.mailboxes: defaultdict[tuple[int, int, int], deque[Any]] = defaultdict(deque)  # (source, to, tag)
-        self.failure: tuple[int, str] | None = None
-        self.gathering = _Gathering()
-        self.meeting = _Meeting()
-        self.leader: int | None = None  # the thread that takes the steps of all ranks now
-        self.progress = 0  # counts what may let a rank go on that waits
-
-    def lead(self, shares: Sequence[_Share[Any]]) -> None:
-        """Take the steps of all ranks in turn until each has a result or an error."""
-        self.leader, waiting = threading.get_ident(), list(shares)
-        try:
-            while waiting:
-                before, count = self.progress, len(waiting)
-                taken_steps = [(share, share.step()) for share in waiting]
-                waiting = [share for share, is_free in taken_steps if is_free is not None]
-                if self.progress == before and len(waiting) == count and not any(free for _, free in taken_steps):
-                    for share in waiting:
-                        share.stop(
-                            RuntimeError(f"rank {share.comm.rank}: expected a message of another rank, got none")
-                        )
-                    waiting, self.gathering = [], _Gathering()
-        finally:
-            for share in waiting:  # this thread was interrupted
-                if share.result is None and share.error is None:
-                    share.stop(RuntimeError(f"rank {share.comm.rank}: the thread that took all ranks' steps ended"))
-            self.leader = None
+_PER_THREAD = 2  # cudaStreamPerThread, the handle of every thread's own default stream
 
 
 class ThreadCommunicator(Communicator):
     """A rank that is a thread of this process, with arrays of NumPy or on a GPU of its own."""
 
-    def __init__(self, board: _Board, rank: int, time_limit: float, check: bool) -> None:
+    def __init__(self, board: Board, rank: int, time_limit: float, check: bool) -> None:
         super().__init__(rank, board.world, time_limit, check)
         self.device = None if board.devices is None else int(board.devices[rank])  # the GPU's number
         self._board = board
@@ -135,6 +41,7 @@ class ThreadCommunicator(Communicator):
         self._landing: Landing | None = None  # brings messages to this rank's GPU
         self._copied: Any = None  # the event behind the latest copies
         self._reads_in_place = False  # messages of a rank on the same GPU are not copied
+        self._substitute: Any = None  # a stream in place of the thread's default one
 
     def run(self, steps: Steps[T]) -> T:
         """Take this rank's steps of a call; with GPUs the last thread takes those of all ranks."""
@@ -142,7 +49,11 @@ class ThreadCommunicator(Communicator):
         board = self._board
         if not board.is_led:
             return taken(steps)
-        share = _Share(steps, self, None if self.device is None else _current_stream(self.device))
+        stream: Any = None if self.device is None else _current_stream(self.device)
+        own_stream = stream
+        if stream is not None and stream.ptr == _PER_THREAD:
+            own_stream = self._stream_for_others(stream)
+        share = Share(steps, self.rank, self.device, own_stream)
         with board.condition:
             meeting = board.meeting
             meeting.shares[self.rank] = share
@@ -156,7 +67,7 @@ class ThreadCommunicator(Communicator):
                 while not meeting.is_over:
                     board.condition.wait()
             else:
-                board.meeting = _Meeting()
+                board.meeting = Meeting()
                 board.condition.notify_all()
         if not meeting.is_over:
             try:
@@ -165,10 +76,22 @@ class ThreadCommunicator(Communicator):
                 with board.condition:
                     meeting.is_over = True
                     board.condition.notify_all()
+        if own_stream is not stream:
+            stream.wait_event(own_stream.record())
         if share.error is not None:
             raise share.error
         result: Any = share.result
         return result
+
+    def _stream_for_others(self, stream: Any) -> Any:
+        """Return a stream behind this thread's default one, which means another stream in another thread."""
+        import cupy
+
+        with cupy.cuda.Device(self.device):
+            if self._substitute is None:
+                self._substitute = cupy.cuda.Stream(non_blocking=True)
+            self._substitute.wait_event(stream.record())
+        return self._substitute
 
     def send(self, message: Any, to: int, tag: int = 0, ready: Any = None) -> None:
         """Hand over references, as threads share memory; a copy engine takes arrays as they lie, if it can."""
@@ -297,7 +220,7 @@ class ThreadCommunicator(Communicator):
             own.values[self.rank] = value
             if len(own.values) == self.world:
                 own.is_complete = True
-                board.gathering = _Gathering()
+                board.gathering = Gathering()
                 board.condition.notify_all()
             board.progress += 1
         yield from self._until(lambda: own.is_complete, lambda: _missing(own.values, self.world))
@@ -377,7 +300,7 @@ def make_threads(
     world: int, devices: Sequence[int] | None, time_limit: float, check: bool, *, is_led: bool
 ) -> list[Communicator]:
     """Make the communicators of `threads`; with `is_led` one thread takes the steps of all."""
-    board = _Board(world, devices, is_led)
+    board = Board(world, devices, is_led)
     return [ThreadCommunicator(board, rank, time_limit, check) for rank in range(world)]
 
 
