@@ -241,6 +241,16 @@ def test_the_example_shows_both_passes(
     assert printed.out.startswith("1024 queries and keys")
 
 
+def test_the_example_spreads_a_sequence_over_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    from cuflash.examples import long_sequence
+
+    small = ["--seqlen", "200", "--heads", "2", "--head-dim", "8"]
+    assert long_sequence.main([*small, "--ranks", "3", "--device", "cpu"]) == 0
+    assert capsys.readouterr().out.startswith("200 tokens, 2 heads, 3 threads: ")
+    assert long_sequence.main([*small, "--ranks", "1000"]) == 2
+    assert "--ranks: expected at most" in capsys.readouterr().err
+
+
 def test_the_example_stops(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from cuflash.examples import long_sequence
 
