@@ -77,7 +77,7 @@ class ThreadCommunicator(Communicator):
                     meeting.is_over = True
                     board.condition.notify_all()
         if own_stream is not stream:
-            stream.wait_event(own_stream.record())
+            self._rejoin(stream)
         if share.error is not None:
             raise share.error
         result: Any = share.result
@@ -92,6 +92,13 @@ class ThreadCommunicator(Communicator):
                 self._substitute = cupy.cuda.Stream(non_blocking=True)
             self._substitute.wait_event(stream.record())
         return self._substitute
+
+    def _rejoin(self, stream: Any) -> None:
+        """Let this thread's default stream go on behind the one that stood in for it."""
+        import cupy
+
+        with cupy.cuda.Device(self.device):
+            stream.wait_event(self._substitute.record())
 
     def send(self, message: Any, to: int, tag: int = 0, ready: Any = None) -> None:
         """Hand over references, as threads share memory; a copy engine takes arrays as they lie, if it can."""
