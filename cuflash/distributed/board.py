@@ -1,4 +1,4 @@
-"""What the threads of one process share that are ranks: mailboxes, and one thread that takes the steps of all."""
+"""A board is what ranks that are threads share: mailboxes, and one thread that takes the steps of all."""
 
 from __future__ import annotations
 

@@ -186,8 +186,14 @@ def adopt(library: interop.Library, given: dict[str, Any], options: Options) -> 
     return adopted, replace(options, **its)
 
 
+def without_arrays(options: Options) -> Options:
+    """Return options that keep no memory of arrays."""
+    nothing: dict[str, Any] = {f.name: None for f in fields(options) if hasattr(getattr(options, f.name), "shape")}
+    return replace(options, **nothing)
+
+
 class _Kind(NamedTuple):
-    """What calls of one kind have in common, by which they are checked once."""
+    """A kind of calls, all of which are checked by their first one."""
 
     library: interop.Library
     options: Options  # None for those that are arrays
@@ -252,8 +258,7 @@ def _proposed(
         )
         if is_same and key is not None:
             of_options = tuple([name for name, x in keywords.items() if hasattr(x, "shape")])
-            nothing: dict[str, Any] = dict.fromkeys(of_options)
-            plain = replace(options, **nothing)  # no memory of arrays is kept
+            plain = without_arrays(options)
             digest = digest_of(described) if comm.check else ""
             _kinds[key] = _Kind(library, plain, of_options, edges, wanted, described, digest)
             call = replace(call, key=key)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from cuflash.distributed.pieces import Pieces
+from cuflash.distributed.pieces import Pieces, viewed
 from cuflash.distributed.steps import Steps, taken
 from cuflash.typing import Message
 
@@ -56,6 +56,11 @@ class Communicator(ABC):
     def __repr__(self) -> str:
         limits = f"time_limit={self.time_limit:g}, check={self.check}"
         return f"{type(self).__name__}(rank={self.rank}, world={self.world}, {limits})"
+
+    @property
+    def others(self) -> list[int]:
+        """The other ranks, in such an order that no two ranks begin with the same one."""
+        return [(self.rank + distance) % self.world for distance in range(1, self.world)]
 
     @abstractmethod
     def send(self, message: Any, to: int, tag: int = 0, ready: Any = None) -> None:
@@ -132,8 +137,7 @@ class Communicator(ABC):
 
     def exchanging(self, messages: Sequence[T]) -> Steps[list[T]]:
         """Take the steps of `exchange`."""
-        for distance in range(1, self.world):
-            to = (self.rank + distance) % self.world
+        for to in self.others:
             self.send(messages[to], to)
         received: list[Any] = [messages[self.rank]] * self.world
         for distance in range(1, self.world):
@@ -224,7 +228,7 @@ class Later(Pending):
 
 def written(message: Any, into: Pieces | None) -> Any:
     """Return a message, or the pieces that get its values."""
-    message = message.views() if isinstance(message, Pieces) else message
+    message = viewed(message)
     if into is None:
         return message
     for target, x in zip(into.views(), message, strict=True):

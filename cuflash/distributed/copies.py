@@ -7,9 +7,10 @@ makes them contiguous in between.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-Array = Any
+from cuflash.kept import kept
+
 # Narrower rows than this are slow, bytes of which most are not wanted.
 LEAST_WIDTH = 128
 
@@ -55,12 +56,10 @@ def rows_of(
     return copies
 
 
-def has_wide_rows(x: Array) -> bool:
+@kept
+def has_wide_rows(shape: tuple[int, ...], itemsize: int, strides: tuple[int, ...]) -> bool:
     """Return True if an array can be copied as it lies into a contiguous one."""
-    return (
-        x.flags.c_contiguous
-        or rows_of(x.shape, x.itemsize, contiguous_strides(x.shape, x.itemsize), x.strides) is not None
-    )
+    return rows_of(shape, itemsize, contiguous_strides(shape, itemsize), strides) is not None
 
 
 def contiguous_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ Arrays = Mapping[str, Array]
 # a round of less work (rows of queries and keys, heads and columns) would wait for the host.
 LEAST_WORK_OF_ROUND = 1 << 39
 MOST_ROUNDS = 4
-# It gets all tokens of some heads by name, and these heads, and finds results by name.
+# A computation gets all tokens of some heads by name, and these heads, and finds results by name.
 Compute = Callable[[dict[str, Array], Heads], Steps[Arrays]]
 
 
@@ -175,7 +175,7 @@ class Dealing:
         comm, made = self.comm, self.comm.now()
         names, arrays = tuple(named), tuple(named.values())
         for number, shares in enumerate(self.rounds):
-            for to in others_of(comm):
+            for to in comm.others:
                 if has_heads(shares[to]):
                     comm.send(Pieces(arrays, rows_of_heads(names, self.own_rows, shares[to])), to, number, made)
         rounds = [_Whole(self._empty(named, number), []) for number in range(len(self.rounds))]
@@ -185,7 +185,7 @@ class Dealing:
             if not has_heads(heads):
                 continue
             targets = tuple(whole.arrays.values())
-            for source in others_of(comm):
+            for source in comm.others:
                 into = Pieces(targets, rows_of_heads(names, self.places[source], None))
                 whole.pending.append((yield from comm.arriving(source, number, into, ready)))
             own = Pieces(arrays, rows_of_heads(names, self.own_rows, heads))
@@ -237,7 +237,7 @@ class _Owned:
         dtypes = {name: dealing.call.accum if name in self._shares else x.dtype for name, x in self._results.items()}
         arrays = tuple([found[name].astype(dtype, copy=False) for name, dtype in dtypes.items()])
         made = comm.now()
-        for to in others_of(comm):
+        for to in comm.others:
             comm.send(Pieces(arrays, rows_of_heads(names, dealing.places[to], None)), to, MOST_ROUNDS + number, made)
         own = Pieces(arrays, rows_of_heads(names, dealing.places[comm.rank], None))
         copy_here(own, self._targets(comm.rank, dealing.own_heads(number)))
@@ -246,7 +246,7 @@ class _Owned:
         """Have what the others found arrive."""
         dealing, comm = self._dealing, self._comm
         for number, shares in enumerate(dealing.rounds):
-            for source in others_of(comm):
+            for source in comm.others:
                 if has_heads(shares[source]):
                     targets, ready = self._targets(source, shares[source]), self._ready_now()
                     self._arriving.append((yield from comm.arriving(source, MOST_ROUNDS + number, targets, ready)))
@@ -279,8 +279,3 @@ class _Owned:
 def has_heads(heads: Heads) -> bool:
     """Return True if there are query heads among some heads."""
     return heads.stop > heads.first
-
-
-def others_of(comm: Communicator) -> list[int]:
-    """Return the other ranks, in such an order that no two ranks begin with the same one."""
-    return [(comm.rank + distance) % comm.world for distance in range(1, comm.world)]

@@ -7,6 +7,7 @@ sends the results back to the ranks that hold the tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
@@ -293,13 +294,8 @@ def _forward(call: Call) -> Steps[tuple[Array, Array]]:
 
     def compute(whole: dict[str, Array], heads: Heads) -> Steps[Arrays]:
         yield from ()
-        arrays = whole | call.extras
-        found = launches.again(heads, arrays)
-        if found is None:
-            part = _part(dealing, launches, whole, heads)
-            found = dict(zip(("out", "lse"), part.forward(rounded=True), strict=True))
-            launches.note(heads, part, arrays, found)
-        return found
+        make = partial(_part, dealing, launches, whole, heads)
+        return launches.forward(heads, whole | call.extras, make, rounded=True)
 
     return (yield from dealing.forward(compute))
 
@@ -312,14 +308,13 @@ def _backward(call: Call, residuals: Mapping[str, Array | None], wanted: frozens
 
     def compute(whole: dict[str, Array], heads: Heads) -> Steps[Arrays]:
         yield from ()
-        arrays = whole | call.extras
-        found = launches.again(heads, arrays)
-        if found is None:
-            part = _part(dealing, launches, whole, heads)
-            given = whole["dout"], whole["out"], whole["lse"], whole.get("dlse")
-            found = part.backward(*given, wanted, rounded=is_rounded)
-            launches.note(heads, part, arrays, found)
-        return found
+        given = whole["dout"], whole["out"], whole["lse"], whole.get("dlse")
+        return launches.results(
+            heads,
+            whole | call.extras,
+            partial(_part, dealing, launches, whole, heads),
+            lambda part: part.backward(*given, wanted, rounded=is_rounded),
+        )
 
     return (yield from dealing.backward(residuals, wanted, compute))
 

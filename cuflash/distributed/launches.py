@@ -6,7 +6,7 @@ that its launches take are sums, and neither views nor checks are made again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,7 +32,39 @@ class Launches:
         self._known: dict[Any, _Launch] = {}
         self._edges: dict[tuple[int, ...], Array] = {}
 
-    def again(self, region: Any, arrays: Mapping[str, Array]) -> dict[str, Array] | None:
+    def results(
+        self,
+        region: Any,
+        arrays: Mapping[str, Array],
+        make: Callable[[], Part],
+        compute: Callable[[Part], dict[str, Array]],
+    ) -> dict[str, Array]:
+        """Return a region's results by name: by launches that are known, else by what `compute` does with its part."""
+        found = self._again(region, arrays)
+        if found is None:
+            part = make()
+            found = compute(part)
+            self._note(region, part, arrays, found)
+        return found
+
+    def forward(
+        self, region: Any, arrays: Mapping[str, Array], make: Callable[[], Part], *, rounded: bool = False
+    ) -> dict[str, Array]:
+        """Return out and lse of a region; the parameters are those of `results` and of `Part.forward`."""
+
+        def compute(part: Part) -> dict[str, Array]:
+            out, lse = part.forward(rounded=rounded)
+            return {"out": out, "lse": lse}
+
+        return self.results(region, arrays, make, compute)
+
+    def edges(self, xp: Any, edges: tuple[int, ...]) -> Array:
+        """Return the ends of packed sequences as an array, which all calls of a kind share."""
+        if edges not in self._edges:
+            self._edges[edges] = xp.asarray(edges, np.int32)
+        return self._edges[edges]
+
+    def _again(self, region: Any, arrays: Mapping[str, Array]) -> dict[str, Array] | None:
         """Repeat a region's launches for new arrays, and return their results; None if they are not known."""
         launch = self._known.get(region)
         if launch is None:
@@ -41,7 +73,7 @@ class Launches:
         results = launch.repeat(Metadata((), addresses, (), None, None))
         return None if results is None else dict(zip(launch.names, results, strict=True))
 
-    def note(self, region: Any, part: Part, arrays: Mapping[str, Array], names: Iterable[str]) -> None:
+    def _note(self, region: Any, part: Part, arrays: Mapping[str, Array], names: Iterable[str]) -> None:
         """Note the launches of a part, which gives results of these names, if other arrays can take their place."""
         if part.repeat is None:
             return
@@ -54,12 +86,6 @@ class Launches:
             else:
                 return
         self._known[region] = _Launch(part.repeat, tuple(places), tuple(names))
-
-    def edges(self, xp: Any, edges: tuple[int, ...]) -> Array:
-        """Return the ends of packed sequences as an array, which all calls of a kind share."""
-        if edges not in self._edges:
-            self._edges[edges] = xp.asarray(edges, np.int32)
-        return self._edges[edges]
 
 
 _launches: Kept[Any, Launches] = Kept()

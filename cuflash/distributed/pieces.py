@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from cuflash.distributed.copies import Rows, contiguous_strides, enqueue, rows_of
+from cuflash.distributed.copies import Rows, enqueue, has_wide_rows, rows_of
 from cuflash.distributed.order import Stretch
 from cuflash.kept import kept
 from cuflash.problem.heads import Heads
 
 Array = Any
-# Of these arrays rows are the last axis, behind the heads; of the others heads and columns follow the rows.
+# These arrays have their rows as the last axis, behind the heads; the others have heads and columns behind the rows.
 ROWS_LAST = ("lse", "dlse")
 
 
@@ -116,11 +116,13 @@ def whole_arrays(shapes: tuple[tuple[int, ...], ...], cuts: tuple[Piece, ...]) -
 @kept
 def have_wide_rows(layouts: tuple[Layout, ...], cuts: tuple[Piece, ...]) -> bool:
     """Return True if copy engines can bring every piece, as it lies, to a contiguous array."""
-    for cut in cuts:
-        _, own = layouts[cut.array].cut(cut)
-        if rows_of(own.shape, own.itemsize, contiguous_strides(own.shape, own.itemsize), own.strides) is None:
-            return False
-    return True
+    owns = [layouts[cut.array].cut(cut)[1] for cut in cuts]
+    return all(has_wide_rows(own.shape, own.itemsize, own.strides) for own in owns)
+
+
+def viewed(message: Any) -> Any:
+    """Return a message whose pieces are views."""
+    return message.views() if isinstance(message, Pieces) else message
 
 
 def copy_here(message: Pieces, into: Pieces) -> None:

@@ -9,7 +9,7 @@ from cuflash.distributed import ipc, nccl, shared_mailboxes, wire
 from cuflash.distributed.communicators import Arriving, Communicator, Later, Pending, written
 from cuflash.distributed.links import HostLink, Link, Offered
 from cuflash.distributed.mesh import Mesh
-from cuflash.distributed.pieces import Pieces
+from cuflash.distributed.pieces import viewed
 from cuflash.distributed.steps import Steps
 from cuflash.typing import Message
 
@@ -50,7 +50,7 @@ class ProcessCommunicator(Communicator):
     def send(self, message: Any, to: int, tag: int = 0, ready: Any = None) -> None:
         """Hand arrays to another process; they must not change before `barrier`."""
         self._check_rank("to", to)
-        message = message.views() if isinstance(message, Pieces) else message
+        message = viewed(message)
         if to == self.rank:
             self._here[to, tag].append(message)
             return

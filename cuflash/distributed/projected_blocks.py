@@ -57,11 +57,11 @@ class ProjectedBlocks:
     def begin(self) -> Steps[None]:
         """Have all ranks' parts of the projection arrive, while the first block is computed."""
         comm, own = self._comm, self._own_weights
-        for to in self._others():
+        for to in self._comm.others:
             comm.send(Pieces((own,), (_rows(0, len(own)),)), to, _WEIGHTS, self._ready)
         self._weights = self._xp.empty((self._heads[-1], *own.shape[1:]), own.dtype)
         ready = comm.now()
-        for source in self._others():
+        for source in self._comm.others:
             into = Pieces((self._weights,), (_rows(*self._heads_of(source)),))
             self._weights_pending.append((yield from comm.arriving(source, _WEIGHTS, into, ready)))
         copy_here(Pieces((own,), (_rows(0, len(own)),)), Pieces((self._weights,), (_rows(*self._heads_of(comm.rank)),)))
@@ -71,7 +71,7 @@ class ProjectedBlocks:
         comm, made = self._comm, self._comm.now()
         edges = [len(own) * rank // comm.world for rank in range(comm.world + 1)]
         self._read_by_others.append(own)
-        for to in self._others():
+        for to in self._comm.others:
             comm.send(Pieces((own,), (_rows(edges[to], edges[to + 1]),)), to, _OUT, made)
         count = edges[comm.rank + 1] - edges[comm.rank]
         block = _Block(self._row, edges, self._xp.empty((count, self._heads[-1], own.shape[-1]), own.dtype), [])
@@ -80,7 +80,7 @@ class ProjectedBlocks:
         its = Pieces((own,), (_rows(edges[comm.rank], edges[comm.rank + 1]),))
         copy_here(its, Pieces((block.out,), (_rows(0, count, self._heads_of(comm.rank)),)))
         yield True
-        for source in self._others():
+        for source in self._comm.others:
             into = Pieces((block.out,), (_rows(0, count, self._heads_of(source)),))
             block.pending.append((yield from comm.arriving(source, _OUT, into, ready)))
         self._to_multiply.append(block)
@@ -112,12 +112,12 @@ class ProjectedBlocks:
             weights = self._weights.reshape(-1, self._weights.shape[-1])
             product(block.out.reshape(len(block.out), len(weights)), weights, out=rows)
         made = self._comm.now()
-        for to in self._others():
+        for to in self._comm.others:
             self._comm.send(all_of(rows), to, _ROWS, made)
 
     def _gather(self, block: _Block) -> Steps[None]:
         arriving = []
-        for source in self._others():
+        for source in self._comm.others:
             rows = all_of(self._y[block.rows(source)])
             arriving.append((yield from self._comm.arriving(source, _ROWS, rows, self._ready)))
         for pending in arriving:
@@ -125,9 +125,6 @@ class ProjectedBlocks:
 
     def _heads_of(self, rank: int) -> tuple[int, int]:
         return self._heads[rank], self._heads[rank + 1]
-
-    def _others(self) -> list[int]:
-        return [(self._comm.rank + distance) % self._comm.world for distance in range(1, self._comm.world)]
 
 
 def _rows(begin: int, end: int, heads: tuple[int, int] | None = None) -> Piece:

@@ -11,7 +11,7 @@ import numpy as np
 
 from cuflash import interop
 from cuflash.distributed.agreement import Described, Proposal, check_options, describe, propose
-from cuflash.distributed.call import adopt, key_of
+from cuflash.distributed.call import adopt, key_of, without_arrays
 from cuflash.distributed.checks import check_edges, check_problem
 from cuflash.distributed.communicators import Communicator
 from cuflash.distributed.launches import Launches, launches_of
@@ -69,12 +69,7 @@ class ProjectedCall:
     def forward_of(self, first: int, stop: int) -> dict[str, Array]:
         """Return out, rounded, and lse of a part."""
         arrays = {"q": self.q, "k": self.k, "v": self.v, **self.extras}
-        found = self.launches.again((first, stop), arrays)
-        if found is None:
-            part = self.part(first, stop)
-            found = dict(zip(("out", "lse"), part.forward(rounded=True), strict=True))
-            self.launches.note((first, stop), part, arrays, found)
-        return found
+        return self.launches.forward((first, stop), arrays, lambda: self.part(first, stop), rounded=True)
 
     def part(self, first: int, stop: int) -> Part:
         """Return the part of some queries of all sequences of a padded batch, or of some packed sequences."""
@@ -127,11 +122,8 @@ def proposed(
 
 def _without_arrays(call: ProjectedCall) -> ProjectedCall:
     """Return a call that keeps no memory of arrays, nor a communicator."""
-    of_options = [f.name for f in fields(call.options) if hasattr(getattr(call.options, f.name), "shape")]
-    nothing: dict[str, Any] = dict.fromkeys(of_options)
-    options = replace(call.options, **nothing)
     empty: dict[str, Any] = dict.fromkeys(("q", "k", "v", "w_out", "comm"))
-    return replace(call, options=options, **empty)
+    return replace(call, options=without_arrays(call.options), **empty)
 
 
 def _prepared(

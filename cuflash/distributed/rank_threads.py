@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from cuflash.distributed import copies
 from cuflash.distributed.board import Board, Gathering, Meeting, Share
 from cuflash.distributed.communicators import DEFAULT_TIME_LIMIT, Arriving, Communicator, Pending, written
+from cuflash.distributed.copies import has_wide_rows
 from cuflash.distributed.landing import Landing
-from cuflash.distributed.pieces import Pieces, have_wide_rows
+from cuflash.distributed.pieces import Pieces, have_wide_rows, viewed
 from cuflash.distributed.steps import Steps, taken
 from cuflash.kept import kept
 from cuflash.typing import Message
@@ -108,7 +108,7 @@ class ThreadCommunicator(Communicator):
             other = int(board.devices[to])
             has_way = other == self.device or all(_enable_peer(other, x.device.id) for x in arrays)
             if not has_way or not _can_be_copied(message):
-                message, ready = _mapped(_viewed(message), lambda x: x.copy(order="C")), None
+                message, ready = _mapped(viewed(message), lambda x: x.copy(order="C")), None
             ready = _record(self.device) if ready is None else ready
             self._lent.append(message)
         with board.condition:
@@ -168,7 +168,7 @@ class ThreadCommunicator(Communicator):
         """Copy a message's arrays to this rank's GPU on a stream of their own, while other streams compute."""
         if into is None and all(x.device.id == self.device for x in _arrays(message)):
             self._reads_in_place = True
-            return Arriving(_viewed(message), made)
+            return Arriving(viewed(message), made)
         assert self.device is not None
         if self._landing is None:
             self._landing = Landing(self.device)
@@ -332,16 +332,11 @@ def _mapped(message: Any, change: Callable[[Array], Array]) -> Any:
     return change(message) if type(message).__module__ == "cupy" else message
 
 
-def _viewed(message: Any) -> Any:
-    """Return a message whose pieces are views."""
-    return message.views() if isinstance(message, Pieces) else message
-
-
 def _can_be_copied(message: Any) -> bool:
     """Return True if copy engines can take a message's arrays as they lie."""
     if isinstance(message, Pieces):
         return have_wide_rows(message.layouts(), message.cuts)
-    return all(copies.has_wide_rows(x) for x in _arrays(message))
+    return all(has_wide_rows(x.shape, x.itemsize, x.strides) for x in _arrays(message))
 
 
 def _record(device: int) -> Any:

@@ -12,16 +12,13 @@ from typing import Any
 from cuflash import interop
 from cuflash.distributed.call import RESIDUALS
 from cuflash.distributed.regions import Region
-from cuflash.distributed.ring_parts import RingParts, Step
+from cuflash.distributed.ring_parts import MOST_PARTS, RingParts, Step
 from cuflash.distributed.steps import Steps
 from cuflash.frontend.combine import gradient_of_sink
 from cuflash.frontend.partial import sum_parts
 from cuflash.problem.attention_problem import PartialResult
 
 Array = Any
-
-# So many shares are kept until they are added up.
-_MOST_SHARES = 16
 
 
 class RingGradients:
@@ -81,7 +78,7 @@ class RingGradients:
     def _keep(self, name: str, share: PartialResult) -> None:
         shares = self._shares[name]
         shares.append(share)
-        if len(shares) == _MOST_SHARES:
+        if len(shares) == MOST_PARTS:
             total = self._empty(name, getattr(self._ring, name).shape[-3], self._ring.call.accum)
             sum_parts(shares, total)
             self._shares[name] = [PartialResult(total, None, 0)]
@@ -112,14 +109,12 @@ class RingGradients:
         """Return a region's gradients, by launches that an earlier call has made where there are such."""
         ring, wanted = self._ring, self._wanted - {"sink"}
         residuals = {name: x for name, x in self._residuals.items() if x is not None}
-        arrays = ring.arrays_of(step) | residuals
-        kind = "backward", region, step.layout
-        found = ring.launches.again(kind, arrays)
-        if found is None:
-            part = ring.part(region, step)
-            found = part.backward(*self._rows_of(region), wanted)
-            ring.launches.note(kind, part, arrays, found)
-        return found
+        return ring.launches.results(
+            ("backward", region, step.layout),
+            ring.arrays_of(step) | residuals,
+            lambda: ring.part(region, step),
+            lambda part: part.backward(*self._rows_of(region), wanted),
+        )
 
     def _rows_of(self, region: Region) -> tuple[Array, Array, Array, Array | None]:
         """Return a region's rows of dout, out, lse and dlse."""

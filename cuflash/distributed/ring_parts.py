@@ -18,6 +18,10 @@ from cuflash.problem.checks import check_window
 Array = Any
 
 
+# So many partial results, or shares of a gradient, are kept until they become one.
+MOST_PARTS = 16
+
+
 class Step(NamedTuple):
     """One rank's keys and values, which this rank holds for a while."""
 
@@ -28,7 +32,7 @@ class Step(NamedTuple):
 
     @property
     def layout(self) -> tuple[Any, ...]:
-        """What tells launches over other keys apart, as another rank's arrays and their copies may lie in any way."""
+        """The keys' source and strides, which tell launches apart: other ranks' arrays may lie in any way."""
         k, v = self.kv
         return self.source, k.strides, v.strides
 
@@ -62,14 +66,9 @@ class RingParts:
 
     def forward_of(self, region: Region, step: Step) -> Sequence[Array]:
         """Return (out, lse) of a region."""
-        arrays, kind = self.arrays_of(step), ("forward", region, step.layout)
-        found = self.launches.again(kind, arrays)
-        if found is not None:
-            return tuple(found.values())
-        part = self.part(region, step)
-        results = part.forward()
-        self.launches.note(kind, part, arrays, ("out", "lse"))
-        return results
+        kind = "forward", region, step.layout
+        found = self.launches.forward(kind, self.arrays_of(step), lambda: self.part(region, step))
+        return found["out"], found["lse"]
 
     def part(self, region: Region, step: Step) -> Part:
         """Return the part that a region is; the sink is added at the end."""

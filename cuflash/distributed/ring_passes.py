@@ -18,15 +18,13 @@ from cuflash.distributed.order import Stretch
 from cuflash.distributed.pieces import Pieces, rows_of_heads
 from cuflash.distributed.regions import Region, halves_of, keys_seen
 from cuflash.distributed.ring_gradients import RingGradients
-from cuflash.distributed.ring_parts import RingParts, Step
+from cuflash.distributed.ring_parts import MOST_PARTS, RingParts, Step
 from cuflash.distributed.steps import Steps
 from cuflash.frontend.partial import merge_parts
 from cuflash.problem.attention_problem import PartialResult
 
 Array = Any
 
-# So many parts are kept until they are merged.
-_MOST_PARTS = 16
 # Messages are of these two kinds, either of which may overtake the other.
 _KEYS, _SHARES = 0, 1
 
@@ -85,8 +83,7 @@ class Ring(RingParts):
     def _send_keys(self, ready: Any) -> None:
         """Send this rank's keys and values, which were complete at `ready`, to each rank that sees some of them."""
         comm = self.comm
-        for distance in range(1, comm.world):
-            reader = (comm.rank + distance) % comm.world
+        for reader in comm.others:
             if regions := self.regions(reader, comm.rank):
                 keys = keys_seen(regions)
                 places = (Stretch(0, keys.stop - keys.start, keys.start, 1),)
@@ -111,7 +108,7 @@ class Ring(RingParts):
         for region in step.regions:
             x, lse = (self.without_batch(region, x) for x in self.forward_of(region, step))
             parts.append(PartialResult(x, lse, region.queries.begin))
-            if len(parts) == _MOST_PARTS:
+            if len(parts) == MOST_PARTS:
                 parts = [PartialResult(*self._merged(parts, self.accum), 0)]
         return parts
 

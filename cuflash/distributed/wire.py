@@ -11,14 +11,14 @@ import json
 import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from math import prod
 from typing import Any
 
 import numpy as np
 
 from cuflash import interop
-from cuflash.distributed.copies import contiguous_strides, rows_of
+from cuflash.distributed.copies import has_wide_rows
 
 Array = Any
 HOST, GPU = "host", "gpu"
@@ -84,7 +84,7 @@ def detach(message: Any, *, copies_rows: bool = False) -> tuple[Any, list[Array]
             return leaf
         strides = None
         if not leaf.flags.c_contiguous:
-            if where is GPU and copies_rows and _has_wide_rows(leaf.shape, leaf.strides, leaf.itemsize):
+            if where is GPU and copies_rows and has_wide_rows(leaf.shape, leaf.itemsize, leaf.strides):
                 strides = leaf.strides
             else:
                 leaf = leaf.copy(order="C")
@@ -144,12 +144,6 @@ def _where_of(kind: type) -> str | None:
     if issubclass(kind, np.ndarray):
         return HOST
     return GPU if kind.__module__.split(".")[0] == "cupy" else None
-
-
-@lru_cache(256)
-def _has_wide_rows(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
-    """Return True if an array can be copied as it lies into a contiguous one."""
-    return rows_of(shape, itemsize, contiguous_strides(shape, itemsize), strides) is not None
 
 
 @cache

@@ -165,7 +165,7 @@ def on_all(found: list[Mesh], work: Callable[[Mesh], Any]) -> list[Any]:
 
 
 def test_messages_of_all_sizes_stay_in_order() -> None:
-    """Those that the ring has no room for go through the connection, and arrive in their turn."""
+    """Messages that find no room in the ring go through the connection, and arrive in their turn."""
     rng = np.random.default_rng(1)
     sizes = [int(size) for size in rng.choice([0, 3, 1000, 20_000, 40_000, 100_000], 300)]
     with pair() as (a, b, _, mesh):
@@ -225,7 +225,7 @@ ENDINGS: dict[str, tuple[Callable[[Mesh], Any], str]] = {
 @pytest.mark.parametrize("ending", ENDINGS)
 @pytest.mark.parametrize("num_messages", [0, 3, 2000])
 def test_a_rank_that_ends(ending: str, num_messages: int) -> None:
-    """What it sent before arrives, and then its end, whether the ring was full or somebody waited."""
+    """Messages of a rank arrive before its end does, whether the ring was full or somebody waited."""
     end, text = ENDINGS[ending]
     with pair(60) as (a, b, _, mesh):
 

@@ -18,6 +18,10 @@ from cuflash.distributed.order import ORDERS
 from cuflash.distributed.rank_threads import make_threads
 
 Array = NDArray[Any]
+SCHEMES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "ring": (distributed.ring_attention_vjp, distributed.ring_attention_backward),
+    "ulysses": (distributed.ulysses_attention_vjp, distributed.ulysses_attention_backward),
+}
 
 
 def errors_of(world: int, work: Callable[[Communicator], Any], **options: Any) -> list[BaseException | None]:
@@ -138,3 +142,12 @@ def problems(draw: st.DrawFn) -> dict[str, Any]:
         "options": options,
         "edges": edges,
     }
+
+
+def call_ring(comm: Communicator, tokens: int = 4, **options: Any) -> Any:
+    x = ones(comm, tokens)
+    return distributed.ring_attention(x, x, x, comm, **options)
+
+
+def ones(comm: Communicator, tokens: int = 4, heads: int = 2) -> Array:
+    return np.ones((1, tokens, heads, 8), np.float32)

@@ -210,7 +210,7 @@ def fail(comm: Any) -> Any:
     """Let one rank raise in the middle of a call."""
     from cuflash.frontend import partial
 
-    def forward(part: Any) -> Any:
+    def forward(part: Any, **options: Any) -> Any:
         raise MemoryError("no memory left")
 
     if comm.rank == 1:
